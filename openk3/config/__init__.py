@@ -1,0 +1,1 @@
+"""Frozen dataclasses that describe a model and a run; standard library only."""

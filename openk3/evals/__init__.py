@@ -1,0 +1,1 @@
+"""Scoring, baselines and the run report."""

@@ -1,0 +1,1 @@
+"""Messages, images and video become tokens and patches."""

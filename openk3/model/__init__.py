@@ -1,0 +1,1 @@
+"""The K3 architecture on one device."""

@@ -1,0 +1,1 @@
+"""Kimi Delta Attention as functions on packed tokens."""

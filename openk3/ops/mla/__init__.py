@@ -1,0 +1,1 @@
+"""Gated multi-head latent attention as functions on packed tokens."""

@@ -1,0 +1,1 @@
+"""Parameter updates and expert balancing."""

@@ -1,0 +1,1 @@
+"""Named, complete configurations."""

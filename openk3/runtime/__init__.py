@@ -1,0 +1,1 @@
+"""This process: device, rank, logs and metrics."""
