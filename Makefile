@@ -1,0 +1,56 @@
+# openk3: set-up, demo, tests and checks. Override PYTHON, VENV or TORCH on the command line.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Extra pip options may follow, for example an index that serves the CPU build.
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# A candidate must run, be 3.11 or 3.12, and be able to create an environment with pip.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	"$$p" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& { echo "$$p"; break; }; done)
+
+.PHONY: help setup demo test check format tree bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
+
+setup: $(VENV)/.ready ## create .venv and install everything (once)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@if [ ! -x $(BIN)/python ]; then \
+		[ -n "$(PYTHON)" ] || { echo "no Python 3.11 or 3.12 with venv and pip found; try: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+		echo "creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); \
+	fi
+	@echo "installing $(TORCH), then openk3 with its development tools"
+	@$(PIP) install $(TORCH)
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## train a small K3 on this machine (8 minutes)
+	$(BIN)/openk3 quickstart
+
+test: setup ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: setup ## lint, format, types, layers, code shape
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_code_shape.py tests/test_imports.py
+
+format: setup ## rewrite files in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+tree: setup ## write the generated tree into README.md
+	$(BIN)/python tests/readme_tree.py
+
+bench: setup ## measure the CPU ratios
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/cpu.py
+
+clean: ## remove caches and build outputs, keep .venv and runs
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
