@@ -1,1 +1,1 @@
-"""Scoring, baselines and the run report."""
+"""Scoring a trained model and showing what it learned."""
