@@ -1,0 +1,56 @@
+"""Find the run or model that a command should use: the given path, the newest run, or a model that ships with openk3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openk3
+from openk3.commands.errors import UserError
+
+RUNS = Path("runs")
+SHIPPED = Path(openk3.__file__).parent / "shipped"
+
+
+def is_model(directory: Path) -> bool:
+    """Whether the directory holds a model in the released layout."""
+    return (directory / "config.json").is_file()
+
+
+def model_in(run: Path) -> Path | None:
+    """The model directory of a run folder (`run` itself or `run/model`), or None."""
+    return next((directory for directory in (run, run / "model") if is_model(directory)), None)
+
+
+def newest_run(runs: Path | None = None) -> Path | None:
+    """The run under `runs/` whose model was written last, or None."""
+    runs = RUNS if runs is None else runs
+    folders = [folder for folder in runs.iterdir() if model_in(folder)] if runs.is_dir() else []
+    return max(folders, key=lambda folder: (_written(folder), folder.name), default=None)
+
+
+def _written(run: Path) -> float:
+    model = model_in(run)
+    return (model / "config.json").stat().st_mtime if model else 0.0
+
+
+def find_run(given: Path | None) -> Path:
+    """The run folder (or model directory) to use. Raises UserError that says how to make one."""
+    if given is not None:
+        if not given.exists():
+            raise UserError(f"{given}: no such run; `ls {RUNS}` shows what there is, `openk3 quickstart` makes one")
+        return given
+    newest = newest_run()
+    if newest is not None:
+        return newest
+    if is_model(SHIPPED):
+        return SHIPPED
+    raise UserError(f"no run under {RUNS}/ and no RUN given; make one with `openk3 quickstart` (8 minutes)")
+
+
+def find_model(given: Path | None) -> Path:
+    """The directory with config.json and weights of the run to use. Raises UserError when the run has no model yet."""
+    run = find_run(given)
+    model = model_in(run)
+    if model is None:
+        raise UserError(f"{run}: holds no model (no config.json); give a finished run or a model directory")
+    return model
