@@ -9,6 +9,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import openk3
+from openk3.commands import flags
+from openk3.commands.errors import is_user_error
+
 GROUPS = {
     "Start": {
         "quickstart": "train a small true K3 on this machine in minutes, and write a report",
@@ -16,23 +20,24 @@ GROUPS = {
         "generate": "continue a text",
     },
     "Train": {
-        "pretrain": "train from a recipe (tiny, small, k3) on your files; resume a run",
+        "pretrain": "train from a recipe (tiny, small, k3) on your files, or resume a run",
         "tokenizer": "train a tokenizer, or show how a text is cut into tokens",
     },
     "Look and convert": {
         "plan": "parameters, FLOPs, cache and memory of a model, without building it",
-        "convert": "between training checkpoints and the released layout; pack and unpack MXFP4",
+        "convert": "write a model in the released layout; pack and unpack MXFP4 experts",
         "doctor": "what this machine has, and which backends will be used",
     },
 }
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
-EXAMPLES = (
-    "openk3 quickstart                          # 8 minutes on 2 cores, then: openk3 chat",
-    "openk3 chat runs/2026-01-31-1200 --image chart.png",
-    "openk3 pretrain tiny --data src/ --out runs/mine",
-    "openk3 plan k3                             # 2.78 T parameters, 104 B activated",
-    "openk3 convert runs/mine out/ --experts mxfp4",
-)
+EXAMPLES = {
+    "openk3 quickstart": "8 minutes on 2 cores",
+    "openk3 chat": "talk to the newest run",
+    "openk3 generate --prompt 'def main('": "let it write",
+    "openk3 pretrain tiny --data src/ --out runs/mine": "train on your files",
+    "openk3 plan k3": "2.78 T parameters, 104 B activated",
+    "openk3 convert runs/mine out/ --experts mxfp4": "pack the experts",
+}
 
 
 def help_text() -> str:
@@ -40,31 +45,21 @@ def help_text() -> str:
     lines = ["usage: openk3 COMMAND [flags]", "", "Kimi K3, complete: train, save, load and talk to a true K3 of any size."]
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:<12}{line}" for name, line in commands.items())]
-    lines += ["", "Examples:", *(f"  {line}" for line in EXAMPLES)]
-    lines += ["", "Where a command takes RUN and none is given, the newest run under runs/ is used."]
+    lines += ["", "Examples:", *(f"  {command:<52}# {note}" for command, note in EXAMPLES.items())]
+    lines += ["", "Where a command takes RUN and none is given, it uses the newest run under runs/."]
     return "\n".join([*lines, "Each command explains its flags: openk3 COMMAND --help"])
-
-
-def command_name(word: str) -> str:
-    """The command that `word` names. Exits with code 2 and a suggestion where there is none."""
-    if word in COMMANDS:
-        return word
-    near = difflib.get_close_matches(word, COMMANDS, n=1)
-    hint = f"did you mean `openk3 {near[0]}`?" if near else "see `openk3 --help`"
-    sys.exit(fail(f"{word}: no such command; {hint}"))
 
 
 def fail(message: str) -> int:
     """Print one error line; returns the exit code of a user's error."""
-    print(f"openk3: {message}", file=sys.stderr)
+    print(f"openk3: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
-def run_command(name: str, arguments: Sequence[str]) -> None:
-    """Parse the command's flags (torch-free), then import its module and run it."""
-    parse = importlib.import_module("openk3.commands.flags").parse
-    flags = parse(name, arguments)
-    importlib.import_module(f"openk3.commands.{name}").run(flags)
+def unknown_command(word: str) -> int:
+    """Say that there is no such command, and which one may be meant."""
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    return fail(f"{word}: no such command; " + (f"did you mean `openk3 {near[0]}`?" if near else "see `openk3 --help`"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,13 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if words[0] == "--version":
-        print(f"openk3 {importlib.import_module('openk3').__version__}")
+        print(f"openk3 {openk3.__version__}")
         return 0
-    name = command_name(words[0])
-    errors = importlib.import_module("openk3.commands.errors")
-    config_error = importlib.import_module("openk3.config.model").ConfigError
+    if words[0] not in COMMANDS:
+        return unknown_command(words[0])
+    return run_command(words[0], words[1:])
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Parse the command's flags (without torch), then import its module and run it. Returns the exit code."""
     try:
-        run_command(name, words[1:])
+        parsed = flags.parse(name, arguments)
+        importlib.import_module(f"openk3.commands.{name}").run(parsed)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nopenk3: stopped", file=sys.stderr)
@@ -93,8 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes stdout once more at exit; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (errors.UserError, config_error) as error:
-        return fail(" ".join(str(error).split()))
     except OSError as error:
         return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ValueError as error:
+        if not is_user_error(error):
+            raise
+        return fail(str(error))
     return 0

@@ -89,7 +89,7 @@ def backends() -> list[tuple[str, str]]:
     """The backend that each operator picks for a tensor on this machine's default device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sample = torch.zeros(1, device=device)
-    return [(op, f"{backend.pick(op, sample)} on {device}") for op in backend.OPS]
+    return [(op, f"{backend.pick(op, sample)} on {device}") for op in backend.IMPLEMENTATIONS]
 
 
 def runs() -> list[tuple[str, str]]:

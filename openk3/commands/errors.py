@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """The user can mend it: the message is one line that names the file or field and says what to do."""
 
 
@@ -22,3 +22,11 @@ def from_user(what: object) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         text = " ".join(reason.split())
         raise UserError(text if str(what) in text else f"{what}: {text}") from error
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether the message is meant for the user: ValueErrors of our own kinds are, Python's plain ones are not.
+
+    ConfigError, TokenizerError and UserError all name the file or field at fault, wherever they are raised.
+    """
+    return isinstance(error, ValueError) and type(error).__module__.startswith("openk3.")

@@ -4,8 +4,10 @@ import os
 
 from torch import Tensor
 
+from openk3.config.model import ConfigError
+
 # Every operation has its plain PyTorch definition; further implementations are listed here beside it.
-_IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "kda": ("reference",),
     "short_conv": ("reference",),
     "norm": ("reference",),
@@ -24,15 +26,15 @@ _IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 def pick(op: str, x: Tensor) -> str:
     """Name the implementation of `op` for tensors like x: the device's best, or what OPENK3_BACKEND forces.
 
-    Raises ValueError for an unknown operation, and for a forced implementation that no operation has or that
-    `op` does not have on x's device.
+    Raises ValueError for an unknown operation, and ConfigError for a forced implementation that `op` does not have
+    on x's device.
     """
-    if op not in _IMPLEMENTATIONS:
-        raise ValueError(f"no operation named {op!r}; known: {', '.join(_IMPLEMENTATIONS)}")
-    available = _IMPLEMENTATIONS[op]
+    if op not in IMPLEMENTATIONS:
+        raise ValueError(f"no operation named {op!r}; known: {', '.join(IMPLEMENTATIONS)}")
+    available = IMPLEMENTATIONS[op]
     forced = os.environ.get("OPENK3_BACKEND")
     if not forced:
         return available[-1]
     if forced not in available:
-        raise ValueError(f"OPENK3_BACKEND={forced}: {op} on {x.device.type} has {', '.join(available)}")
+        raise ConfigError(f"OPENK3_BACKEND={forced}: {op} on {x.device.type} has {', '.join(available)}")
     return forced
