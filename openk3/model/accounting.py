@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openk3.config.model import ModelConfig, TextConfig, VisionConfig
+from openk3.config.model import ConfigError, ModelConfig, TextConfig, VisionConfig
 
 A_LOG_MULTIPLE = 128
 MXFP4_GROUP = 32
@@ -222,12 +222,12 @@ def expert_size(text: TextConfig) -> int:
 
 
 def check_mxfp4_widths(text: TextConfig) -> None:
-    """Raise ValueError unless both input widths of a routed expert are multiples of the MXFP4 group of 32."""
+    """Raise ConfigError unless both input widths of a routed expert are multiples of the MXFP4 group of 32."""
     for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
         if getattr(text, name) % MXFP4_GROUP:
-            raise ValueError(
-                f"{name} {getattr(text, name)} is no multiple of {MXFP4_GROUP}, so the experts cannot be packed as "
-                "MXFP4; choose bf16 or float32 for them"
+            raise ConfigError(
+                f"text_config.{name}: {getattr(text, name)} is no multiple of {MXFP4_GROUP}, so the experts cannot be "
+                "packed as MXFP4; choose bf16 or float32 for them"
             )
 
 

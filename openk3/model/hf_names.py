@@ -22,6 +22,7 @@ class StoredTensor:
     ours: str
     shape: tuple[int, ...]
     expert: int | None = None  # row of our stacked expert parameter
+    real: int | None = None  # leading entries that mean something; the release ends A_log in zeros
 
     @property
     def kept_float32(self) -> bool:
@@ -92,7 +93,8 @@ def _layer(text: TextConfig, released: str, ours: str, kind: str, moe: bool) -> 
         yield StoredTensor(f"{released}.{theirs}_norm.weight", f"{ours}.{query}.norm", (width,))
         yield StoredTensor(f"{released}.{theirs}_proj.weight", f"{ours}.{query}.proj", (1, width))
     for leaf, shape in (_kda(text) if kind == "kda" else _mla(text)).items():
-        yield StoredTensor(f"{released}.self_attn.{leaf}", f"{ours}.mixer.{leaf}", shape)
+        real = text.linear_attn_config.num_heads if leaf == "A_log" else None
+        yield StoredTensor(f"{released}.self_attn.{leaf}", f"{ours}.mixer.{leaf}", shape, real=real)
     if moe:
         yield from _moe(text, f"{released}.block_sparse_moe", f"{ours}.ffn")
     else:

@@ -28,7 +28,7 @@ def quantize_mxfp4(w: torch.Tensor, rule: str = "even") -> tuple[torch.Tensor, t
     scaled = torch.ldexp(blocks, (127 - byte).unsqueeze(-1))
     a = scaled.abs().clamp_max(6)
     code = torch.where(a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4))
-    code = torch.nan_to_num(code).to(torch.uint8) | ((blocks < 0).to(torch.uint8) << 3)
+    code = torch.nan_to_num(code).to(torch.uint8) | (torch.signbit(blocks).to(torch.uint8) << 3)
     byte = torch.where(peak.isfinite(), byte, _NAN_BYTE).to(torch.uint8)
     code = code.flatten(-2)
     return code[..., 0::2] | (code[..., 1::2] << 4), byte

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openk3.config.model import LinearAttnConfig, ModelConfig, TextConfig, VisionConfig, schedule
+from openk3.config.model import ConfigError, LinearAttnConfig, ModelConfig, TextConfig, VisionConfig, schedule
 from openk3.model.accounting import account, depth_sources, padded_heads
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -135,7 +135,7 @@ def test_bytes_of_other_choices():
     assert books.weight_bytes("mxfp4", "float32") == split["mxfp4"] * 17 // 32 + 4 * (books.total - split["mxfp4"])
     with pytest.raises(ValueError, match="'int8' is unknown"):
         books.weight_bytes("int8")
-    with pytest.raises(ValueError, match="routed_expert_hidden_size 24 is no multiple of 32"):
+    with pytest.raises(ConfigError, match="routed_expert_hidden_size: 24 is no multiple of 32"):
         account(ModelConfig.from_json(GOLDEN / "text_a")).weight_bytes()
 
 

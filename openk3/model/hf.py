@@ -1,0 +1,190 @@
+"""Load and save a model in the released checkpoint layout, one tensor at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from openk3.config.model import ModelConfig
+from openk3.model import hf_card
+from openk3.model.accounting import check_mxfp4_widths
+from openk3.model.hf_files import INDEX, CheckpointError, CheckpointReader
+from openk3.model.hf_names import kept_float32, units
+from openk3.model.hf_storage import (
+    SHARD_BYTES,
+    FileSource,
+    ModelSource,
+    Storage,
+    check_copies,
+    check_names,
+    write_weights,
+)
+from openk3.runtime.staging import staged_folder
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def from_pretrained(
+    cls: type[Model], directory: str | Path, *, dtype: torch.dtype, device: str | torch.device
+) -> Model:
+    """A `cls` (built from a ModelConfig) with the weights of a released-layout folder: bf16, float32 or MXFP4.
+
+    `dtype` is the model's; convolution taps, KDA output norms, decay parameters and router biases stay at least
+    float32. Raises ConfigError or CheckpointError naming the file that is missing, damaged or does not fit.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such folder; expected a checkpoint folder")
+    config = ModelConfig.from_dict(hf_card.read_config_data(directory))
+    with torch.device("meta"):
+        model = cls(config)
+    allocate(model, dtype=dtype, device=device)
+    load_weights(model, directory)
+    return model
+
+
+def allocate(model: nn.Module, *, dtype: torch.dtype, device: str | torch.device) -> None:
+    """Give every parameter and buffer of a model on the meta device uninitialised memory, in place.
+
+    What the release stores in float32 gets at least float32; everything else floating gets `dtype`.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                kind = wide if kept_float32(f"{path}.{name}") else dtype
+                kind = kind if tensor.is_floating_point() else tensor.dtype
+                fresh = torch.empty(tensor.shape, dtype=kind, device=device)
+                table[name] = nn.Parameter(fresh, tensor.requires_grad) if table is module._parameters else fresh
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Copy a checkpoint folder into `model` (its `config` attribute says what must be there), in place.
+
+    One tensor is held at a time beside the model. Raises CheckpointError as `from_pretrained` does.
+    """
+    config: ModelConfig = model.config  # pyrefly: ignore
+    state = model.state_dict()
+    known = {stored.ours for unit in units(config) for stored in unit.tensors}
+    if known != set(state):
+        raise RuntimeError(f"model and checkpoint layout disagree on {sorted(known ^ set(state))[:8]}")
+    with CheckpointReader(directory) as reader:
+        check_names(reader, config)
+        check_copies(reader, config)
+        source = FileSource(reader)
+        for unit in units(config):
+            for stored in unit.tensors:
+                target = state[stored.ours]
+                target = target if stored.expert is None else target[stored.expert]
+                target.copy_(source.weight(stored)[: stored.real].reshape(target.shape))
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    experts: str = "bf16",
+    dtype: str | None = None,
+    scale_rule: str = "even",
+    shard_bytes: int = SHARD_BYTES,
+    card: str = "",
+    also: Callable[[Path], object] | None = None,
+) -> None:
+    """Write `model` as a checkpoint folder in the released layout, whole or not at all.
+
+    `experts` stores the routed experts as "mxfp4", "bf16" or "float32"; `dtype` the rest as "bf16" or "float32"
+    (default: float32 with float32 experts, else bf16 as released). float32 values are rounded to nearest even.
+    `card` is a paragraph for the model card; `also(folder)` may write more files (a tokenizer) before the folder
+    takes its name. An earlier checkpoint of this project is replaced; its other files are kept. Raises FolderError
+    for a folder that holds anything else, CheckpointError or ConfigError for storage that cannot be.
+    """
+    config: ModelConfig = model.config  # pyrefly: ignore
+    dtype = dtype or ("float32" if experts == "float32" else "bf16")
+    storage = Storage(experts, dtype, scale_rule)
+    if experts == "mxfp4":
+        check_mxfp4_widths(config.text)
+    directory = Path(directory)
+    with staged_folder(directory, hf_card.is_ours) as folder:
+        write_weights(folder, config, ModelSource(model), storage, shard_bytes)
+        data = hf_card.config_data(config.to_dict(), experts == "mxfp4", dtype)
+        (folder / hf_card.CONFIG).write_text(hf_card.to_json(data), encoding="utf-8")
+        (folder / hf_card.GENERATION).write_text(hf_card.to_json(hf_card.generation_data(config)), encoding="utf-8")
+        (folder / hf_card.CARD).write_text(hf_card.model_card(config, experts, dtype, card), encoding="utf-8")
+        if also is not None:
+            also(folder)
+        keep_other_files(directory, folder)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    experts: str | None = None,
+    dtype: str | None = None,
+    scale_rule: str = "even",
+    shard_bytes: int = SHARD_BYTES,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Rewrite a released-layout folder with other dtypes, one tensor at a time, without building the model.
+
+    `experts` and `dtype` as in `save_pretrained`; None keeps what each tensor has (packed experts byte for byte).
+    Tokenizer and other small files are copied. `on_progress(done, total)` hears of the bytes written. Raises
+    ConfigError, CheckpointError or FolderError.
+    """
+    source, target = Path(source), Path(target)
+    if source.resolve() == target.resolve():
+        raise CheckpointError(f"{target}: cannot convert a checkpoint onto itself; choose another folder")
+    storage = Storage(experts, dtype, scale_rule)
+    with CheckpointReader(source) as reader:
+        data = hf_card.read_config_data(source)
+        config = ModelConfig.from_dict(data)
+        if experts == "mxfp4":
+            check_mxfp4_widths(config.text)
+        check_names(reader, config)
+        check_copies(reader, config)
+        files = FileSource(reader)
+        packed = _stays_packed(files, config, storage)
+        with staged_folder(target, hf_card.is_ours) as folder:
+            write_weights(folder, config, files, storage, shard_bytes, on_progress)
+            data = hf_card.config_data(data, packed, dtype)
+            (folder / hf_card.CONFIG).write_text(hf_card.to_json(data), encoding="utf-8")
+            labels = ("mxfp4" if packed else experts or str(data.get("dtype")), dtype or str(data.get("dtype")))
+            (folder / hf_card.CARD).write_text(hf_card.model_card(config, *labels), encoding="utf-8")
+            keep_other_files(source, folder)
+            if not (folder / hf_card.GENERATION).exists():
+                generation = hf_card.to_json(hf_card.generation_data(config))
+                (folder / hf_card.GENERATION).write_text(generation, encoding="utf-8")
+
+
+def _stays_packed(files: FileSource, config: ModelConfig, storage: Storage) -> bool:
+    """Whether the routed experts come out packed; the release packs all of them or none."""
+    experts = [stored for unit in units(config) for stored in unit.tensors if stored.expert is not None]
+    found = {storage.packs(stored, files) for stored in experts}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{files.reader.directory}: some experts are packed and some are not; name how to store them"
+        )
+    return found == {True}
+
+
+def keep_other_files(old: Path, new: Path) -> None:
+    """Copy what lies in `old` and is neither weights nor written anew: tokenizer, preprocessor, licence."""
+    for path in sorted(old.iterdir()) if old.is_dir() else ():
+        if path.suffix in _WEIGHT_SUFFIXES or path.name.startswith(".") or (new / path.name).exists():
+            continue
+        if path.name == INDEX:
+            continue
+        if path.is_dir():
+            shutil.copytree(path, new / path.name)
+        else:
+            shutil.copy2(path, new / path.name)
