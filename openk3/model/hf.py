@@ -14,7 +14,7 @@ from openk3.config.model import ModelConfig
 from openk3.model import hf_card
 from openk3.model.accounting import check_mxfp4_widths
 from openk3.model.hf_files import INDEX, CheckpointError, CheckpointReader
-from openk3.model.hf_names import kept_float32, units
+from openk3.model.hf_names import units
 from openk3.model.hf_storage import (
     SHARD_BYTES,
     FileSource,
@@ -32,39 +32,21 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def from_pretrained(
-    cls: type[Model], directory: str | Path, *, dtype: torch.dtype, device: str | torch.device
+    empty: Callable[..., Model], directory: str | Path, *, dtype: torch.dtype, device: str | torch.device
 ) -> Model:
-    """A `cls` (built from a ModelConfig) with the weights of a released-layout folder: bf16, float32 or MXFP4.
+    """A model with the weights of a released-layout folder: bf16, float32 or MXFP4.
 
-    `dtype` is the model's; convolution taps, KDA output norms, decay parameters and router biases stay at least
-    float32. Raises ConfigError or CheckpointError naming the file that is missing, damaged or does not fit.
+    `empty(config, dtype=, device=)` allocates it (`K3.empty`); convolution taps, KDA output norms, decay parameters and
+    router biases stay at least float32. Raises ConfigError or CheckpointError naming the file that is missing, damaged
+    or does not fit.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such folder; expected a checkpoint folder")
     config = ModelConfig.from_dict(hf_card.read_config_data(directory))
-    with torch.device("meta"):
-        model = cls(config)
-    allocate(model, dtype=dtype, device=device)
+    model = empty(config, dtype=dtype, device=device)
     load_weights(model, directory)
     return model
-
-
-def allocate(model: nn.Module, *, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Give every parameter and buffer of a model on the meta device uninitialised memory, in place.
-
-    What the release stores in float32 gets at least float32; everything else floating gets `dtype`.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    for path, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                kind = wide if kept_float32(f"{path}.{name}") else dtype
-                kind = kind if tensor.is_floating_point() else tensor.dtype
-                fresh = torch.empty(tensor.shape, dtype=kind, device=device)
-                table[name] = nn.Parameter(fresh, tensor.requires_grad) if table is module._parameters else fresh
 
 
 @torch.no_grad()

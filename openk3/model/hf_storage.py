@@ -154,7 +154,7 @@ class Storage:
     def values(self, stored: StoredTensor, source: Source) -> tuple[torch.Tensor, ...]:
         """The data of `entries`, in the same order."""
         if self.packs(stored, source):
-            return source.packed(stored) or quantize_mxfp4(source.weight(stored), self.scale_rule)
+            return source.packed(stored) or quantize_mxfp4(source.weight(stored), self.scale_rule, signed_zero=True)
         return (source.weight(stored).to(self.entries(stored, source)[0].dtype),)
 
 

@@ -12,8 +12,14 @@ _MAX_BYTE = 252  # 6 * 2^125 is the largest value that float32 holds
 _ROUND_UP = {"even": 0.875, "floor": 1.0, "ceil": 0.75}
 
 
-def quantize_mxfp4(w: torch.Tensor, rule: str = "even") -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed uint8 [..., in/2], scale uint8 [..., in/32]) of w [..., in]."""
+def quantize_mxfp4(
+    w: torch.Tensor, rule: str = "even", *, signed_zero: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed uint8 [..., in/2], scale uint8 [..., in/32]) of w [..., in].
+
+    As in the released quantiser an exact -0.0 becomes +0; with `signed_zero` it keeps its sign, so that packing what
+    was unpacked gives the same bytes.
+    """
     if rule not in _ROUND_UP:
         raise ValueError(f"rule {rule!r}: expected one of {', '.join(_ROUND_UP)}")
     if w.dim() == 0 or w.shape[-1] % BLOCK:
@@ -28,7 +34,8 @@ def quantize_mxfp4(w: torch.Tensor, rule: str = "even") -> tuple[torch.Tensor, t
     scaled = torch.ldexp(blocks, (127 - byte).unsqueeze(-1))
     a = scaled.abs().clamp_max(6)
     code = torch.where(a < 2, (a * 2).round(), torch.where(a < 4, a.round() + 2, (a / 2).round() + 4))
-    code = torch.nan_to_num(code).to(torch.uint8) | (torch.signbit(blocks).to(torch.uint8) << 3)
+    negative = torch.signbit(blocks) if signed_zero else blocks < 0
+    code = torch.nan_to_num(code).to(torch.uint8) | (negative.to(torch.uint8) << 3)
     byte = torch.where(peak.isfinite(), byte, _NAN_BYTE).to(torch.uint8)
     code = code.flatten(-2)
     return code[..., 0::2] | (code[..., 1::2] << 4), byte
