@@ -1,0 +1,79 @@
+"""generate: continue one prompt token by token, text or images, sampling as it streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from openk3.inputs.packed import Packed
+from openk3.model.cache import DenseCache
+from openk3.model.k3 import K3
+from openk3.ops.sampling import sample
+
+PREFILL_CHUNK = 2048  # prompt tokens per pass; bounds the memory of a long prompt
+
+
+def generate(
+    model: K3,
+    prompt: Sequence[int] | Tensor | Packed,
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop_ids: Collection[int] = (),
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """Yield up to `max_tokens` token ids that continue `prompt` (ids, or a Packed of one sequence with its images).
+
+    Ends after yielding an id of `stop_ids`, so that the caller sees why. temperature 0 is greedy; top_k 0 and top_p 1
+    cut nothing. Raises ValueError for an empty prompt, a batch, ids outside the vocabulary and image errors, at once.
+    """
+    packed = prompt if isinstance(prompt, Packed) else Packed.join([prompt])
+    if packed.num_sequences != 1:
+        raise ValueError(f"prompt: generate continues one sequence, got {packed.num_sequences}")
+    if packed.num_tokens == 0:
+        raise ValueError("prompt: is empty; start it with at least one token")
+    packed = packed.to(model.embed.weight.device)
+    cache = model.new_cache(1)
+    logits_1V = prefill(model, packed, cache)
+
+    def pick(logits_1V: Tensor) -> int:
+        return int(sample(logits_1V, generator, temperature=temperature, top_k=top_k, top_p=top_p))
+
+    return _stream(model, cache, logits_1V, max_tokens, pick=pick, stop_ids=frozenset(stop_ids))
+
+
+@torch.no_grad()
+def prefill(model: K3, packed: Packed, cache: DenseCache, chunk: int = PREFILL_CHUNK) -> Tensor:
+    """Run one sequence's prompt through the cache in chunks -> logits of what follows it [1, V]."""
+    x_TD = h_TD = model.inputs(packed)
+    for part_TD in x_TD.split(chunk):
+        cu_seqlens = torch.tensor([0, len(part_TD)], dtype=torch.int32, device=x_TD.device)
+        h_TD = model.backbone(part_TD, cu_seqlens, cache)
+    return model.logits(h_TD[-1:])
+
+
+@torch.no_grad()
+def _step(model: K3, cache: DenseCache, last_id: int) -> Tensor:
+    packed = Packed.join([[last_id]]).to(model.embed.weight.device)
+    return model.logits(model.backbone(model.embed(packed.token_ids_T), packed.cu_seqlens, cache))
+
+
+def _stream(
+    model: K3,
+    cache: DenseCache,
+    logits_1V: Tensor,
+    max_tokens: int,
+    *,
+    pick: Callable[[Tensor], int],
+    stop_ids: frozenset[int],
+) -> Iterator[int]:
+    for count in range(1, max_tokens + 1):
+        last_id = pick(logits_1V)
+        yield last_id
+        if last_id in stop_ids or count == max_tokens:
+            return
+        logits_1V = _step(model, cache, last_id)

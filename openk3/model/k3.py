@@ -1,0 +1,205 @@
+"""K3: tokens and images in, logits or loss out; embedding, layers, the last depth read, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from openk3.config.model import ModelConfig
+from openk3.inputs.packed import Packed
+from openk3.model.cache import DenseCache, Sequences
+from openk3.model.depth import DepthQuery, open_stream
+from openk3.model.hf import from_pretrained, save_pretrained
+from openk3.model.init import allocate, initialize, keeping_float32
+from openk3.model.layer import Layer
+from openk3.model.mtp import MTPLayer, next_token_pairs
+from openk3.model.norm import RMSNorm
+from openk3.model.trace import NO_TRACE, Trace
+from openk3.model.vision import MoonViT, Projector
+from openk3.ops.cross_entropy import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean losses of one batch: `total` = lm + weight * mtp; `mtp` is None in a model without the MTP layer.
+
+    The token counts (0-d tensors) are the denominators, for means over several batches.
+    """
+
+    total: Tensor
+    lm: Tensor
+    mtp: Tensor | None
+    num_tokens: Tensor
+    num_mtp_tokens: Tensor | None = None
+
+
+class K3(nn.Module):
+    """A whole Kimi K3 on one device. Build it with `K3.build` or `K3.from_pretrained`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        text, vision = config.text, config.vision
+        width, eps, depth = text.hidden_size, text.rms_norm_eps, text.num_hidden_layers
+        self.config = config
+        self.embed = nn.Embedding(text.vocab_size, width)
+        self.layers = nn.ModuleList(
+            Layer(text, i, kind, text.is_moe_layer(i)) for i, kind in enumerate(text.layer_kinds())
+        )
+        self.output_query = DepthQuery(width, eps, depth, "output")
+        self.norm = RMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, text.vocab_size, bias=False)
+        self.vision = MoonViT(vision) if vision is not None else None
+        self.projector = Projector(vision) if vision is not None else None
+        self.mtp = MTPLayer(text) if text.num_nextn_predict_layers else None
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """A model with fresh weights; the same seed gives the same values on every device."""
+        model = cls.empty(config, dtype=dtype, device=device)
+        initialize(model, seed, config.text.initializer_range)
+        return model
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Self:
+        """A model whose memory is allocated and not set; device "meta" allocates nothing."""
+        with torch.device("meta"):
+            model = cls(config)
+        allocate(model, dtype=dtype, device=device)
+        return model
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Self:
+        """A model from a folder in the released layout; bf16, float32 and MXFP4 experts are read alike.
+
+        Raises ConfigError or CheckpointError naming the file that is missing, damaged or does not fit.
+        """
+        return from_pretrained(cls.empty, directory, dtype=dtype, device=device)
+
+    def save_pretrained(self, directory: str | Path, experts: str = "bf16", **options: Any) -> None:
+        """Write the released layout, whole or not at all; experts "bf16", "mxfp4" or "float32".
+
+        Further options are those of `openk3.model.hf.save_pretrained`.
+        """
+        save_pretrained(self, directory, experts=experts, **options)
+
+    def forward(self, packed: Packed, cache: DenseCache | None = None, trace: Trace | None = None) -> Tensor:
+        """logits_TV of every token, image tokens included; with a cache, its sequences are continued.
+
+        T counts the tokens after each image's placeholder was replaced by one per image token. With a cache nothing
+        is recorded for gradients.
+        """
+        return self.logits(self.hidden(packed, cache, trace))
+
+    def hidden(self, packed: Packed, cache: DenseCache | None = None, trace: Trace | None = None) -> Tensor:
+        """h_TD: the last depth read, before the final norm (the MTP layer's h_t)."""
+        packed = packed.expand(self.config.media_placeholder_token_id)
+        return self.backbone(self.inputs(packed), packed.cu_seqlens, cache, trace)
+
+    def logits(self, h_TD: Tensor) -> Tensor:
+        """lm_head(norm(h)) [T, V]."""
+        return self.lm_head(self.norm(h_TD))
+
+    def inputs(self, packed: Packed) -> Tensor:
+        """x_TD: token embeddings with the projected image features in their places. Raises ValueError on bad ids."""
+        packed = packed.expand(self.config.media_placeholder_token_id)
+        ids_T = packed.token_ids_T
+        if ids_T.device.type == "cpu" and len(ids_T) and int(ids_T.max()) >= self.config.text.vocab_size:
+            raise ValueError(f"token id {int(ids_T.max())} lies outside the vocabulary of {self.embed.num_embeddings}")
+        x_TD = self.embed(ids_T)
+        if not packed.images:
+            return x_TD
+        if self.vision is None or self.projector is None:
+            raise ValueError("images: this model has no vision tower (vision_config is null)")
+        features_TD = self.projector(self.vision(packed.images)).to(x_TD.dtype)
+        where = (ids_T == self.config.media_placeholder_token_id).nonzero().squeeze(1)
+        return x_TD.index_copy(0, where, features_TD)
+
+    def backbone(
+        self,
+        x_TD: Tensor,
+        cu_seqlens: Tensor,
+        cache: DenseCache | None = None,
+        trace: Trace | None = None,
+    ) -> Tensor:
+        """h_TD from embedded inputs: every layer, then the last depth read."""
+        sequences, trace = Sequences(cu_seqlens), trace or NO_TRACE
+        if cache is not None:
+            cache.check(sequences)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+            depth = open_stream(x_TD, self.config.text, self.depth_queries(), trace)
+            for i, layer in enumerate(self.layers):
+                layer(depth, sequences, None if cache is None else cache.layers[i], trace)
+            h_TD = depth.read(self.output_query)
+        if cache is not None:
+            cache.commit(sequences)
+        return h_TD
+
+    def depth_queries(self) -> list[DepthQuery]:
+        """Every read of depth, in order."""
+        layers = [cast(Layer, layer) for layer in self.layers]
+        return [query for layer in layers for query in (layer.mix_query, layer.ffn_query)] + [self.output_query]
+
+    def loss(self, packed: Packed, trace: Trace | None = None, mtp_loss_weight: float = 0.1) -> Losses:
+        """Next-token cross-entropy of `packed.shifted_labels()`, plus the MTP layer's if the model has one.
+
+        Image positions have no label. Means over the positions that have one; 0 where there is none.
+        """
+        return _losses(self, packed.expand(self.config.media_placeholder_token_id), trace or NO_TRACE, mtp_loss_weight)
+
+    def draft(
+        self, h_TD: Tensor, next_ids_T: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One step of the MTP layer as a draft: (h'_TD, logits_TV of token t + 2) from h_t and token t + 1.
+
+        h'_t and a token chosen from the logits can be passed again. With a cache, `cache.mtp` is continued. Raises
+        ValueError in a model without the layer.
+        """
+        if self.mtp is None:
+            raise ValueError("draft: this model has no MTP layer (num_nextn_predict_layers is 0)")
+        rows = None if cache is None else cache.mtp
+        with torch.set_grad_enabled(torch.is_grad_enabled() and rows is None):
+            h_TD = self.mtp(h_TD, self.embed(next_ids_T), Sequences(cu_seqlens), rows)
+            logits_TV = self.lm_head(self.mtp.norm(h_TD))
+        if rows is not None:
+            rows.commit()
+        return h_TD, logits_TV
+
+    def new_cache(self, num_sequences: int) -> DenseCache:
+        """An empty cache of this model's dtype and device."""
+        weight = self.embed.weight
+        return DenseCache(self.config, num_sequences, weight.dtype, weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`.to(bfloat16)` and the like leave what has to stay at least float32 as it is."""
+        return super()._apply(keeping_float32(self, fn), recurse)
+
+
+def _losses(model: K3, packed: Packed, trace: Trace, mtp_loss_weight: float) -> Losses:
+    x_TD, labels_T = model.inputs(packed), packed.shifted_labels()
+    h_TD = model.backbone(x_TD, packed.cu_seqlens, None, trace)
+    total, num_tokens = linear_cross_entropy(model.norm(h_TD), model.lm_head.weight, labels_T)
+    lm = total / num_tokens.clamp_min(1)
+    if model.mtp is None:
+        return Losses(lm, lm, None, num_tokens)
+    pairs = next_token_pairs(Sequences(packed.cu_seqlens))
+    next_T = pairs.here_T + 1
+    h_TD = model.mtp(h_TD[pairs.here_T], x_TD[next_T], pairs.sequences, None, trace)
+    total, count = linear_cross_entropy(model.mtp.norm(h_TD), model.lm_head.weight, labels_T[next_T])
+    mtp = total / count.clamp_min(1)
+    return Losses(lm + mtp_loss_weight * mtp, lm, mtp, num_tokens, count)

@@ -1,0 +1,100 @@
+"""GatedMLA: multi-head latent attention without positional encoding, gated channel by channel (report section 2.1.2).
+
+Two equal forms. Expanded: keys and values of every head are computed from the latents; for training and prefill.
+Absorbed: the key and value halves of kv_b act on queries and outputs instead, and attention runs over cached latents.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openk3.config.model import TextConfig
+from openk3.model.cache import MlaCache, Sequences
+from openk3.model.norm import RMSNorm
+from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.mla.reference import absorbed_attention, mla_attention
+
+LATENT_NORM_EPS = 1e-6  # the released code builds both latent norms with its class default, not with rms_norm_eps
+
+
+class GatedMLA(nn.Module):
+    """y = W_o [sigmoid(W_g x) * softmax(q k^T / sqrt(dim)) v]  (report eq. 7)."""
+
+    def __init__(self, config: TextConfig, layer: int) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        self.layer, self.heads = layer, heads
+        self.kv_rank, self.shared = config.kv_lora_rank, config.qk_rope_head_dim
+        self.nope, self.value = config.qk_nope_head_dim, config.v_head_dim
+        self.scale = config.qk_head_dim**-0.5
+        self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, config.latent_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * (self.nope + self.value), bias=False)
+        self.g_proj = nn.Linear(width, heads * self.value, bias=False) if config.mla_use_output_gate else None
+        self.o_proj = nn.Linear(heads * self.value, width, bias=False)
+
+    def forward(
+        self, x_TD: Tensor, sequences: Sequences, cache: MlaCache | None = None, trace: Trace = NO_TRACE
+    ) -> Tensor:
+        """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
+        q_THK = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (self.heads, -1))
+        latent_TC = self.latent(x_TD)
+        if cache is None:
+            o_THV = self.expanded(q_THK, latent_TC, sequences.cu_seqlens, sequences.cu_seqlens, trace)
+        else:
+            latents = cache.append(latent_TC, sequences)
+            if self.prefers_absorbed(sequences, cache) and not trace.wants("max_logit"):
+                o_THV = self.absorbed(q_THK, latents, sequences.cu_seqlens)
+            else:
+                ends = torch.tensor([0, *(len(rows) for rows in latents)]).cumsum(0)
+                cu_seqlens_k = ends.to(sequences.cu_seqlens)
+                o_THV = self.expanded(q_THK, torch.cat(latents), sequences.cu_seqlens, cu_seqlens_k, trace)
+        o_TC = o_THV.flatten(-2)
+        if self.g_proj is not None:
+            o_TC = o_TC * torch.sigmoid(self.g_proj(x_TD))
+        return self.o_proj(o_TC.to(x_TD.dtype))
+
+    def latent(self, x_TD: Tensor) -> Tensor:
+        """What is cached per token: the normed latent, then the key part that all heads share, not normed [T, C+R]."""
+        latent_TC, shared_TR = self.kv_a_proj_with_mqa(x_TD).split((self.kv_rank, self.shared), -1)
+        return torch.cat((self.kv_a_layernorm(latent_TC), shared_TR), -1)
+
+    def expanded(
+        self, q_THK: Tensor, latent_TC: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, trace: Trace = NO_TRACE
+    ) -> Tensor:
+        """o_THV in at least float32, from per-head keys and values of every latent."""
+        latent_TC, shared_TR = latent_TC.split((self.kv_rank, self.shared), -1)
+        kv_THC = self.kv_b_proj(latent_TC).unflatten(-1, (self.heads, -1))
+        k_THK, v_THV = kv_THC.split((self.nope, self.value), -1)
+        k_THK = torch.cat((k_THK, shared_TR.unsqueeze(1).expand(-1, self.heads, -1)), -1)
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+        wanted = trace.wants("max_logit")
+        result = mla_attention(q_THK, k_THK, v_THV, *cu_seqlens, scale=self.scale, return_max=wanted)
+        if isinstance(result, Tensor):
+            return result
+        o_THV, max_H = result
+        trace.max_logit(self.layer, max_H)
+        return o_THV
+
+    def absorbed(self, q_THK: Tensor, latents: list[Tensor], cu_seqlens_q: Tensor) -> Tensor:
+        """o_THV in at least float32, from the latents themselves: W_uk moves to the query, W_uv to the output."""
+        up_HCK = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
+        key_HKC, value_HVC = up_HCK.split((self.nope, self.value), 1)
+        q_THK, q_shared_THR = q_THK.split((self.nope, self.shared), -1)
+        q_latent_THC = torch.einsum("thk,hkc->thc", q_THK, key_HKC)
+        ctx_THC = absorbed_attention(q_latent_THC, q_shared_THR, latents, cu_seqlens_q, scale=self.scale)
+        return torch.einsum("thc,hvc->thv", ctx_THC, value_HVC.to(ctx_THC.dtype))
+
+    def prefers_absorbed(self, sequences: Sequences, cache: MlaCache) -> bool:
+        """Whether sequences are continued by so few tokens that expanding the past would cost more than it saves.
+
+        Per key and head, expanding costs C*(K+V) and each absorbed query 2C-K-V more than an expanded one.
+        """
+        if not any(cache.lengths):
+            return False
+        expansion = self.kv_rank * (self.nope + self.value)
+        return max(sequences.lengths) * (2 * self.kv_rank - self.nope - self.value) <= expansion

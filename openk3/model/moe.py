@@ -1,0 +1,124 @@
+"""Stable LatentMoE and the dense SiTU feed-forward part (report section 2.3).
+
+The router sees the full width; routed experts work in a narrower latent space; an RMSNorm after their weighted sum
+bounds what enters the up-projection. `LatentMoE.exchange` is the only place that expert parallelism replaces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from openk3.config.model import TextConfig
+from openk3.model.norm import RMSNorm
+from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.grouped_linear import grouped_linear
+from openk3.ops.norm import at_least_float32
+from openk3.ops.routing import Routes, combine_rows, gather_rows, route, sort_by_expert
+from openk3.ops.situ import situ_glu
+
+
+class DenseFFN(nn.Module):
+    """W_down SiTU-GLU(W_gate x, W_up x): the first layer's feed-forward part and the shared experts."""
+
+    def __init__(self, config: TextConfig, inner: int) -> None:
+        super().__init__()
+        self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.gate_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE) -> Tensor:
+        """y_TD; nothing to trace."""
+        return self.down_proj(situ_glu(self.gate_proj(x_TD), self.up_proj(x_TD), self.beta, self.linear_beta))
+
+
+class Router(nn.Module):
+    """s = sigmoid(W x), top k of s + bias, weights from s alone (report eq. 11). `bias` is set by balancing only."""
+
+    bias: Tensor
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.k, self.groups, self.topk_group = config.num_experts_per_token, config.num_expert_group, config.topk_group
+        self.renormalize, self.scale = config.moe_renormalize, config.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.register_buffer("bias", torch.empty(config.num_experts))
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Routes]:
+        """(scores_TE in at least float32, routes)."""
+        scores_TE = torch.sigmoid(F.linear(at_least_float32(x_TD), at_least_float32(self.weight)))
+        routes = route(
+            *(scores_TE, self.bias, self.k),
+            groups=self.groups,
+            topk_group=self.topk_group,
+            renormalize=self.renormalize,
+            scale=self.scale,
+        )
+        return scores_TE, routes
+
+
+class Experts(nn.Module):
+    """All routed experts, stacked: expert e is w2[e] SiTU-GLU(w1[e] z, w3[e] z)."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        experts, inner, latent = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size
+        self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.w1_EIC = nn.Parameter(torch.empty(experts, inner, latent))
+        self.w3_EIC = nn.Parameter(torch.empty(experts, inner, latent))
+        self.w2_ECI = nn.Parameter(torch.empty(experts, latent, inner))
+
+    def forward(self, z_MC: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert, counts_E of them each -> [M, C]."""
+        gate_MI = grouped_linear(z_MC, self.w1_EIC, counts_E)
+        up_MI = grouped_linear(z_MC, self.w3_EIC, counts_E)
+        return grouped_linear(situ_glu(gate_MI, up_MI, self.beta, self.linear_beta), self.w2_ECI, counts_E)
+
+
+class DispatchPlan(NamedTuple):
+    """How to undo a dispatch: the permutation of the T*k token copies that sorted them by expert."""
+
+    order_M: Tensor
+
+
+class LocalExchange:
+    """Token copies to their experts and back, where all experts live here."""
+
+    def dispatch(self, z_TC: Tensor, expert_ids_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, DispatchPlan]:
+        """(rows sorted by expert [M, C], rows of each expert [E], plan)."""
+        order_M, counts_E = sort_by_expert(expert_ids_Tk, num_experts)
+        return gather_rows(z_TC, order_M, expert_ids_Tk.shape[1]), counts_E, DispatchPlan(order_M)
+
+    def combine(self, y_MC: Tensor, plan: DispatchPlan, weights_Tk: Tensor) -> Tensor:
+        """Weighted sum over each token's experts [T, C], taken in at least float32."""
+        return combine_rows(y_MC, plan.order_M, weights_Tk)
+
+
+class LatentMoE(nn.Module):
+    """y = W_up RMSNorm(sum_j p_j E_j(W_down x)) + Shared(x)  (report eqs. 11-13)."""
+
+    def __init__(self, config: TextConfig, layer: int) -> None:
+        super().__init__()
+        width, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.layer, self.num_experts = layer, config.num_experts
+        self.router = Router(config)
+        self.down_proj = nn.Linear(width, latent, bias=False)
+        self.experts = Experts(config)
+        self.latent_norm = RMSNorm(latent, config.rms_norm_eps)
+        self.up_proj = nn.Linear(latent, width, bias=False)
+        self.shared = DenseFFN(config, config.shared_intermediate_size) if config.num_shared_experts else None
+        self.exchange = LocalExchange()
+
+    def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE) -> Tensor:
+        """y_TD; the trace sees scores, the bias in use and the routes."""
+        scores_TE, routes = self.router(x_TD)
+        trace.routing(self.layer, scores_TE, self.router.bias, routes)
+        z_TC = self.down_proj(x_TD)
+        z_MC, counts_E, plan = self.exchange.dispatch(z_TC, routes.expert_ids_Tk, self.num_experts)
+        u_TC = self.exchange.combine(self.experts(z_MC, counts_E), plan, routes.weights_Tk)
+        y_TD = self.up_proj(self.latent_norm(u_TC))
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)

@@ -1,0 +1,65 @@
+"""MTPLayer: one more decoder layer that predicts the token after the next one; first a training signal, then a draft.
+
+Structure of the released loaders: an MLA + MoE layer on [norm(embedding of t+1) ; norm(h_t)]. Its depth queries exist
+in the checkpoint layout and do nothing, because the layer reads a single source.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from openk3.config.model import TextConfig
+from openk3.model.cache import MlaCache, Sequences
+from openk3.model.depth import ResidualStream
+from openk3.model.layer import Layer
+from openk3.model.norm import RMSNorm
+from openk3.model.trace import NO_TRACE, Trace
+
+
+class MTPLayer(nn.Module):
+    """h'_t = Layer(W_eh [RMSNorm(embed(x_{t+1})) ; RMSNorm(h_t)]); lm_head(norm(h'_t)) predicts x_{t+2}."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(width, eps)
+        self.hnorm = RMSNorm(width, eps)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.layer = Layer(config, config.num_hidden_layers, "mla", moe=True)
+        self.norm = RMSNorm(width, eps)
+
+    def forward(
+        self,
+        h_TD: Tensor,
+        next_TD: Tensor,
+        sequences: Sequences,
+        cache: MlaCache | None = None,
+        trace: Trace = NO_TRACE,
+    ) -> Tensor:
+        """h'_TD before `norm`, from h_t and the embedding of token t + 1.
+
+        h_t is the backbone's output mix before its final norm. h'_t can stand for h_{t+1} in the next call: that is
+        how a draft goes on.
+        """
+        depth = ResidualStream(self.eh_proj(torch.cat((self.enorm(next_TD), self.hnorm(h_TD)), -1)))
+        self.layer(depth, sequences, cache, trace)
+        return depth.prefix_TD
+
+
+class Pairs(NamedTuple):
+    """Positions t that have a next token in their own sequence, and the layout of the sequences that they form."""
+
+    here_T: Tensor
+    sequences: Sequences
+
+
+def next_token_pairs(sequences: Sequences) -> Pairs:
+    """Every position but the last of each sequence, so that no pair crosses a boundary; t + 1 is `here_T + 1`."""
+    is_last_T = torch.zeros(sequences.ends[-1], dtype=torch.bool, device=sequences.cu_seqlens.device)
+    lengths = sequences.cu_seqlens.diff()
+    is_last_T[(sequences.cu_seqlens[1:][lengths > 0] - 1).long()] = True
+    shorter = torch.cat((lengths.new_zeros(1), (lengths - 1).clamp_min(0))).cumsum(0)
+    return Pairs((~is_last_T).nonzero().flatten(), Sequences(shorter.to(sequences.cu_seqlens.dtype)))
