@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,10 +142,10 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return dict(items)
 
 
-def write_safetensors(path: Path, entries: Iterable[Entry], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write a safetensors file whose tensors arrive one by one, in the order of `entries` (see `file_order`).
+def write_safetensors(path: Path, entries: Iterable[Entry], tensor_of: Callable[[Entry], torch.Tensor]) -> None:
+    """Write a safetensors file; each tensor is asked for when its turn comes, in the order of `entries`.
 
-    Raises RuntimeError when a tensor is not the one its entry announces.
+    Raises RuntimeError when a tensor is not what its entry announces.
     """
     entries = list(entries)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -158,12 +158,16 @@ def write_safetensors(path: Path, entries: Iterable[Entry], tensors: Iterable[tu
     text += b" " * (-len(text) % 8)  # the format aligns the data to eight bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for entry, (name, tensor) in zip(entries, tensors, strict=True):
-            if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
-                raise RuntimeError(f"{path}: got {name} {tensor.dtype} {tuple(tensor.shape)}, announced {entry}")
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for entry in entries:
+            file.write(_data(entry, tensor_of(entry)))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _data(entry: Entry, tensor: torch.Tensor) -> memoryview:
+    if (tensor.dtype, tuple(tensor.shape)) != (entry.dtype, entry.shape):
+        raise RuntimeError(f"{tensor.dtype} {tuple(tensor.shape)} is not what was announced: {entry}")
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:

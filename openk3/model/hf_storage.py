@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -209,7 +209,7 @@ def write_weights(
             entry: stored for i in group for stored in parts[i].tensors for entry in storage.entries(stored, source)
         }
         entries = file_order(owners)
-        write_safetensors(folder / name, entries, _tensors(entries, owners, source, storage))
+        write_safetensors(folder / name, entries, _values(owners, source, storage))
         weight_map.update(dict.fromkeys(sorted(entry.name for entry in entries), name))
         done += sum(sizes[i] for i in group)
         if on_progress is not None:
@@ -219,15 +219,15 @@ def write_weights(
         (folder / INDEX).write_text(to_json(index), encoding="utf-8")
 
 
-def _tensors(
-    entries: list[Entry], owners: dict[Entry, StoredTensor], source: Source, storage: Storage
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and data for each entry; codes and scales of one weight lie side by side, so it is quantised once."""
-    last: StoredTensor | None = None
-    values: dict[str, torch.Tensor] = {}
-    for entry in entries:
-        stored = owners[entry]
-        if stored is not last:
-            names = [e.name for e in storage.entries(stored, source)]
-            values, last = dict(zip(names, storage.values(stored, source))), stored
-        yield entry.name, values[entry.name]
+def _values(owners: dict[Entry, StoredTensor], source: Source, storage: Storage) -> Callable[[Entry], torch.Tensor]:
+    """The data of an entry; codes and scales of one weight come one after the other, so it is quantised once."""
+    ready: dict[str, torch.Tensor] = {}
+
+    def value(entry: Entry) -> torch.Tensor:
+        if entry.name not in ready:
+            stored = owners[entry]
+            names = [announced.name for announced in storage.entries(stored, source)]
+            ready.update(zip(names, storage.values(stored, source)))
+        return ready.pop(entry.name)
+
+    return value
