@@ -1,0 +1,275 @@
+"""Sources: text files, JSONL files and in-memory records, numbered, named and split into training and held-out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from openk3.data.documents import DataError, Document, Encoder, Record, record_kind, record_texts
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+PIECE_BYTES = 1 << 18  # a longer text file is several records, cut at line ends
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Numbered records. `key(i)` names record i and decides its side of the held-out split."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def record(self, index: int) -> Record:
+        """Record `index`, read now."""
+        ...
+
+    def key(self, index: int) -> str:
+        """The record's name: a path relative to the source, with a line or piece number where there are several."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when any record does."""
+        ...
+
+
+class Documents:
+    """A source's records as Documents, encoded when they are asked for."""
+
+    def __init__(self, source: Source, encoder: Encoder) -> None:
+        self.source, self.encoder = source, encoder
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.encoder.encode(self.source.record(index))
+
+
+class Place(NamedTuple):
+    """One record of a file: bytes start..stop."""
+
+    path: Path
+    key: str
+    start: int
+    stop: int
+
+
+class Files:
+    """Records of a text or JSONL file, or of all such files below a folder, in the order of their paths.
+
+    A text file is one record, or several of about 256 KiB; each line of a JSONL file is one. Every file is read once
+    here, so that a broken line is reported before training starts; later a record is read when it is asked for. Files
+    that are not UTF-8 are left out with a warning. Raises DataError naming the file, and the line, at fault.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.root = Path(path).expanduser()
+        self.name = str(path)
+        self.places: list[Place] = []
+        self._digest = hashlib.blake2b(digest_size=16)
+        for file in _files(self.root):
+            self._index(file)
+        if not self.places:
+            raise DataError(
+                f"{path}: no text found; expected UTF-8 files ending in {', '.join(TEXT_SUFFIXES)} or .jsonl"
+            )
+
+    def _index(self, file: Path) -> None:
+        relative = file.name if file == self.root else file.relative_to(self.root).as_posix()
+        data = file.read_bytes()
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            log.warning("%s: left out, not UTF-8 at byte %d", file, error.start)
+            return
+        self._digest.update(f"{relative}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
+        self._digest.update(data)
+        if file.suffix == ".jsonl":
+            self._index_lines(file, relative, data)
+        else:
+            pieces = _pieces(data)
+            names = [relative] if len(pieces) == 1 else [f"{relative}#{number}" for number in range(len(pieces))]
+            self.places += [Place(file, name, *piece) for name, piece in zip(names, pieces, strict=True)]
+
+    def _index_lines(self, file: Path, relative: str, data: bytes) -> None:
+        start = 0
+        for number, line in enumerate(data.splitlines(keepends=True), start=1):
+            if line.strip():
+                self.places.append(Place(file, f"{relative}:{number}", start, start + len(line)))
+                record_kind(Record(_parse(line, f"{file}:{number}"), f"{file}:{number}"))
+            start += len(line)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def record(self, index: int) -> Record:
+        """One line of a JSONL file, or one piece of text."""
+        path, key, start, stop = self.places[index]
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
+        if path.suffix == ".jsonl":
+            where = f"{path}:{key.rpartition(':')[2]}"
+            return Record(_parse(data, where), where, path.parent)
+        return Record({"text": data.decode("utf-8").removeprefix("\ufeff")}, str(path))
+
+    def key(self, index: int) -> str:
+        """Path relative to the folder, with `:line` in a JSONL file and `#piece` in a long text."""
+        return self.places[index].key
+
+    def fingerprint(self) -> str:
+        """Digest of every file's relative path and bytes."""
+        return self._digest.hexdigest()
+
+
+class Records:
+    """Records in memory: the same fields as a JSONL line, images also as bytes, PIL images or arrays."""
+
+    def __init__(self, name: str, records: Sequence[Mapping[str, Any]], keys: Sequence[str] = ()) -> None:
+        """`keys` names the records (for the held-out split and errors); default: name:0, name:1, ..."""
+        self.name, self.records = name, records
+        self.keys = list(keys) or [f"{name}:{index}" for index in range(len(records))]
+        if len(self.keys) != len(records):
+            raise DataError(f"{name}: {len(self.keys)} keys for {len(records)} records")
+        self._digest = hashlib.blake2b(digest_size=16)
+        for fields, key in zip(records, self.keys, strict=True):
+            record_kind(Record(fields, key))
+            _digest_value(self._digest, [key, fields])
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def record(self, index: int) -> Record:
+        """The record as it was given."""
+        return Record(self.records[index], self.keys[index])
+
+    def key(self, index: int) -> str:
+        """The name given to the record."""
+        return self.keys[index]
+
+    def fingerprint(self) -> str:
+        """Digest of every key and field."""
+        return self._digest.hexdigest()
+
+
+class Subset:
+    """Some records of another source, in the given order."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self.name, self.source, self.indices = source.name, source, list(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def record(self, index: int) -> Record:
+        """Record `indices[index]` of the source."""
+        return self.source.record(self.indices[index])
+
+    def key(self, index: int) -> str:
+        """The record's name in its own source."""
+        return self.source.key(self.indices[index])
+
+    def fingerprint(self) -> str:
+        """Changes with the source and with the choice of records."""
+        return hashlib.blake2b(repr((self.source.fingerprint(), self.indices)).encode(), digest_size=16).hexdigest()
+
+
+class Joined:
+    """Several sources as one, end to end."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self.name = ", ".join(source.name for source in self.sources)
+        self._places = [(source, index) for source in self.sources for index in range(len(source))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def record(self, index: int) -> Record:
+        """Record `index`, counted through all sources."""
+        source, place = self._places[index]
+        return source.record(place)
+
+    def key(self, index: int) -> str:
+        """The record's name in its own source."""
+        source, place = self._places[index]
+        return source.key(place)
+
+    def fingerprint(self) -> str:
+        """Changes with any of the sources, and with their order."""
+        parts = "\n".join(source.fingerprint() for source in self.sources)
+        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+def is_held_out(key: str, percent: float = 5) -> bool:
+    """Whether the record called `key` is held out: its md5 falls in the lowest `percent` of all."""
+    digest = hashlib.md5(key.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
+
+
+def split(source: Source, percent: float) -> tuple[Subset, Subset]:
+    """(training, held-out) records by the md5 of their keys; either may be empty."""
+    held = [is_held_out(source.key(index), percent) for index in range(len(source))]
+    kept = [index for index, out in enumerate(held) if not out]
+    return Subset(source, kept), Subset(source, [index for index, out in enumerate(held) if out])
+
+
+def texts(source: Source) -> Iterator[str]:
+    """Every piece of text in the records, for training a tokenizer."""
+    for index in range(len(source)):
+        yield from record_texts(source.record(index))
+
+
+def _files(root: Path) -> list[Path]:
+    """The given file whatever its suffix, or the text and JSONL files below a folder, hidden ones left out."""
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise DataError(f"{root}: no such file or folder")
+    found = [path for suffix in (*TEXT_SUFFIXES, ".jsonl") for path in root.rglob(f"*{suffix}")]
+    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    return sorted(path for path in visible if path.is_file())
+
+
+def _pieces(data: bytes) -> list[tuple[int, int]]:
+    """Byte ranges of about PIECE_BYTES that end at line ends; a longer line is cut between two characters."""
+    pieces, start = [], 0
+    while start < len(data):
+        stop = min(start + PIECE_BYTES, len(data))
+        if stop < len(data):
+            line_end = data.rfind(b"\n", start, stop) + 1
+            stop = line_end or stop
+            while data[stop] & 0xC0 == 0x80:
+                stop -= 1
+        pieces.append((start, stop))
+        start = stop
+    return pieces
+
+
+def _parse(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error})") from None
+
+
+def _digest_value(digest: Any, value: Any) -> None:
+    """Feed a record's field into a hash, images by their pixels."""
+    if isinstance(value, Mapping):
+        value = [item for pair in value.items() for item in pair]
+    if isinstance(value, list | tuple):
+        digest.update(b"[%d" % len(value))
+        for item in value:
+            _digest_value(digest, item)
+    elif isinstance(value, bytes | bytearray):
+        digest.update(b"b%d:" % len(value) + value)
+    elif hasattr(value, "tobytes"):  # arrays and PIL images
+        digest.update(np.ascontiguousarray(value).tobytes())
+    else:
+        digest.update(f"{type(value).__name__}:{value}\0".encode("utf-8", "surrogatepass"))

@@ -1,0 +1,133 @@
+"""Optimizer: gradients in, Muon and AdamW steps out, with float32 masters and a state named after the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from openk3.config.train import OptimConfig
+from openk3.ops.norm import at_least_float32
+from openk3.optim.adamw import Moments, adamw_step
+from openk3.optim.muon import Member, muon_step
+
+
+class NonFiniteGradient(ArithmeticError):
+    """A gradient is NaN or infinite. The step was refused: weights and optimizer state are as before."""
+
+
+class Optimizer:
+    """Updates parameters by name. A parameter without a gradient in a step is left alone, decay included.
+
+    Weights below float32 have a float32 master that takes the updates, and their gradients of several micro-batches
+    are summed in float32.
+    """
+
+    def __init__(self, config: OptimConfig) -> None:
+        self.config = config
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.masters: dict[str, Tensor] = {}
+        self.muon: dict[str, Member] = {}
+        self.adamw: dict[str, Moments] = {}
+        self._wide_gradients: dict[str, Tensor] = {}
+
+    def add(self, name: str, parameter: nn.Parameter, *, blocks: int, decays: bool) -> None:
+        """Take charge of a parameter: Muon in `blocks` pieces, or AdamW if `blocks` is 0."""
+        self.parameters[name] = parameter
+        weight = at_least_float32(parameter.detach())
+        if weight.dtype != parameter.dtype:
+            self.masters[name] = weight
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._widen(name, p))
+        decay = self.config.weight_decay if decays else 0.0
+        if blocks:
+            self.muon[name] = Member.of(name, weight, blocks, decay)
+        else:
+            self.adamw[name] = Moments.of(name, weight, decay)
+
+    def _widen(self, name: str, parameter: Tensor) -> None:
+        """Move a narrow gradient into its float32 sum as soon as backward has made it."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if name in self._wide_gradients:
+            self._wide_gradients[name] += gradient
+        else:
+            self._wide_gradients[name] = at_least_float32(gradient)
+        parameter.grad = None
+
+    def weight(self, name: str) -> Tensor:
+        """What the updates go to: the float32 master, or the parameter itself."""
+        return self.masters.get(name, self.parameters[name].detach())
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients summed since `zero_grad`, by parameter name; parameters without one are missing."""
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        return {**found, **self._wide_gradients}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._wide_gradients.clear()
+
+    def step(self, lr: float) -> float:
+        """Clip to the global norm, update every weight that has a gradient; returns the norm before clipping.
+
+        Raises NonFiniteGradient, naming the parameters, before anything has changed.
+        """
+        gradients = self.gradients()
+        norm = float(get_total_norm(list(gradients.values()))) if gradients else 0.0
+        if not norm < float("inf"):
+            raise NonFiniteGradient(_diagnosis(gradients, norm))
+        if norm > self.config.clip_norm:
+            for gradient in gradients.values():
+                gradient.mul_(self.config.clip_norm / norm)
+        by_shape: dict[tuple[int, int], list[tuple[Member, Tensor]]] = {}
+        for name, gradient in gradients.items():
+            if name in self.muon:
+                by_shape.setdefault(self.muon[name].shape, []).append((self.muon[name], gradient))
+            else:
+                adamw_step(self.adamw[name], gradient, lr * self.config.adamw_lr_scale, self.config)
+        config = self.config
+        for pairs in by_shape.values():
+            muon_step(
+                *(pairs, lr),
+                momentum=config.momentum,
+                steps=config.newton_schulz_steps,
+                scale=config.update_scale,
+            )
+        self.publish(gradients)
+        return norm
+
+    @torch.no_grad()
+    def publish(self, names: Iterable[str]) -> None:
+        """Copy the masters of these parameters into the model."""
+        for name in names:
+            if name in self.masters:
+                self.parameters[name].copy_(self.masters[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors themselves, so that a checkpoint reads them and a load writes into them."""
+        state = {f"master.{name}": master for name, master in self.masters.items()}
+        state |= {f"momentum.{name}": member.momentum_BMN for name, member in self.muon.items()}
+        for name, moments in self.adamw.items():
+            state[f"mean.{name}"], state[f"square.{name}"] = moments.mean, moments.square
+            state[f"count.{name}"] = moments.count
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy in what `state_dict` gave. Raises KeyError if a tensor is missing."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+        self.publish(self.masters)
+
+
+def _diagnosis(gradients: dict[str, Tensor], norm: float) -> str:
+    counts = {name: int((~torch.isfinite(gradient)).sum()) for name, gradient in gradients.items()}
+    bad = [f"{name} ({count} of {gradients[name].numel()} values)" for name, count in counts.items() if count]
+    if not bad:
+        return f"gradient norm {norm}: every gradient is finite, but their squares overflow; the step was refused"
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return f"gradient not finite: {', '.join(bad[:3])}{more}; the step was refused"

@@ -1,0 +1,205 @@
+"""Quantile Balancing: router biases for the next step from this step's scores (report section 2.3.3, Appendix D)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from openk3.config.train import BalanceConfig
+from openk3.model.moe import LatentMoE, Router
+from openk3.model.trace import Trace
+from openk3.ops.norm import at_least_float32
+from openk3.ops.routing import Routes
+
+
+def exact_bias(scores_TE: Tensor, threshold_T: Tensor, k: int) -> Tensor:
+    """The next bias_E, mean zero, from every margin of a step (eqs. 13-14).
+
+    threshold_T is alpha, the (k+1)-th largest biased score of each token. Expert j's bias is minus the (q+1)-th
+    largest margin s_ij - alpha_i over the m tokens, q = m k / E: exactly q margins lie above it.
+    """
+    margins_TE = scores_TE - threshold_T.unsqueeze(1)
+    tokens, experts = margins_TE.shape
+    rank = min(tokens * k // experts + 1, tokens)
+    bias_E = -margins_TE.kthvalue(tokens - rank + 1, dim=0).values
+    return bias_E - bias_E.mean()
+
+
+def histogram_bias(counts_EB: Tensor, low: float, width: float, k: int) -> Tensor:
+    """The next bias_E, mean zero, from counts of required biases in bins [low + b width, low + (b+1) width) (App. D).
+
+    The quantile lies in the first bin whose cumulative count reaches ceil(q), and is linear inside it.
+    """
+    experts = len(counts_EB)
+    tokens = int(counts_EB[0].sum())
+    q = tokens * k / experts
+    upto_EB = counts_EB.cumsum(1)
+    bin_E = (upto_EB < math.ceil(q)).sum(1, keepdim=True)
+    count_E = counts_EB.gather(1, bin_E)
+    before_E = upto_EB.gather(1, bin_E) - count_E
+    inside_E = ((q - before_E.double()) / count_E.double()).clamp(0, 1)
+    bias_E = low + (bin_E.double() + inside_E).squeeze(1) * width
+    return bias_E - bias_E.mean()
+
+
+@dataclass
+class Histogram:
+    """Integer counts of the required biases r = alpha_i - s_ij of one layer, one row of bins per expert.
+
+    r lies in [min bias - 1, max bias + 1] because scores lie in (0, 1); the range is fixed by the bias of the step.
+    """
+
+    counts_EB: Tensor
+    low: float = -1.0
+    width: float = 0.0
+
+    def add(self, scores_TE: Tensor, bias_E: Tensor, threshold_T: Tensor) -> None:
+        """Count a micro-batch: one pass, one bincount."""
+        experts, bins = self.counts_EB.shape
+        if self.width == 0:
+            lowest, highest = torch.aminmax(bias_E)
+            self.low, self.width = float(lowest) - 1, float(highest - lowest + 2) / bins
+        required_TE = threshold_T.unsqueeze(1) - scores_TE
+        bins_TE = ((required_TE - self.low) / self.width).long().clamp_(0, bins - 1)
+        bins_TE += torch.arange(experts, device=bins_TE.device) * bins
+        self.counts_EB += torch.bincount(bins_TE.flatten(), minlength=experts * bins).view(experts, bins)
+
+    def bias(self, k: int) -> Tensor:
+        """The next bias_E."""
+        return histogram_bias(self.counts_EB, self.low, self.width, k)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens counted so far."""
+        return int(self.counts_EB[0].sum())
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self.counts_EB.zero_()
+        self.low, self.width = -1.0, 0.0
+
+
+@dataclass
+class Margins:
+    """Every score and threshold of one layer's step: the exact form, for small runs and as the yardstick."""
+
+    scores: list[Tensor] = field(default_factory=list)
+    thresholds: list[Tensor] = field(default_factory=list)
+
+    def add(self, scores_TE: Tensor, bias_E: Tensor, threshold_T: Tensor) -> None:
+        """Keep a micro-batch."""
+        self.scores.append(scores_TE)
+        self.thresholds.append(threshold_T)
+
+    def bias(self, k: int) -> Tensor:
+        """The next bias_E."""
+        return exact_bias(torch.cat(self.scores), torch.cat(self.thresholds), k)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept so far."""
+        return sum(len(scores) for scores in self.scores)
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self.scores.clear()
+        self.thresholds.clear()
+
+
+class BalanceTrace(Trace):
+    """Watches the routers of a model during training steps, and sets their biases between steps.
+
+    Scores count only between `open()` and `close()`, which the optimizer step puts around each forward pass: neither
+    evaluation nor a forward pass that the backward pass repeats is counted. No bias changes but in `update`. Largest
+    attention logits are collected on the way, for QK-Clip.
+    """
+
+    def __init__(self, model: nn.Module, config: BalanceConfig, *, max_logits: bool = True) -> None:
+        self.routers: dict[int, Router] = {}
+        for module in model.modules():
+            if isinstance(module, LatentMoE):
+                self.routers[module.layer] = module.router
+        self.statistics: dict[int, Histogram | Margins] = {
+            layer: self._empty(router, config) for layer, router in self.routers.items()
+        }
+        self.loads: dict[int, Tensor] = {}
+        self.max_logits: dict[int, Tensor] = {}
+        self._wants_max_logits = max_logits
+        self._open = False
+
+    @staticmethod
+    def _empty(router: Router, config: BalanceConfig) -> Histogram | Margins:
+        if config.method == "exact":
+            return Margins()
+        bias_E = router.bias
+        return Histogram(torch.zeros(len(bias_E), config.bins, dtype=torch.int64, device=bias_E.device))
+
+    def open(self) -> None:
+        """Count from here on."""
+        self._open = True
+
+    def close(self) -> None:
+        """Ignore what follows."""
+        self._open = False
+
+    def wants(self, name: str) -> bool:
+        """Attention logits, if QK-Clip is on."""
+        return name == "max_logit" and self._wants_max_logits and self._open
+
+    @torch.no_grad()
+    def routing(self, layer: int, scores_TE: Tensor, bias_E: Tensor, routes: Routes) -> None:
+        """Count one router's micro-batch."""
+        if not self._open or not len(scores_TE):
+            return
+        scores_TE, threshold_T = at_least_float32(scores_TE.detach()), routes.threshold_T
+        self.statistics[layer].add(scores_TE, bias_E, at_least_float32(threshold_T))
+        load_E = torch.bincount(routes.expert_ids_Tk.flatten(), minlength=scores_TE.shape[1])
+        self.loads[layer] = self.loads[layer] + load_E if layer in self.loads else load_E
+
+    @torch.no_grad()
+    def max_logit(self, layer: int, max_H: Tensor) -> None:
+        """Keep the largest of the step."""
+        if self._open:
+            max_H = max_H.detach()
+            self.max_logits[layer] = torch.maximum(self.max_logits.get(layer, max_H), max_H)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set every router's bias for the next step and forget this one. Routers that saw no token keep theirs."""
+        for layer, router in self.routers.items():
+            statistic = self.statistics[layer]
+            # With every expert chosen there is nothing to balance, and no (k+1)-th score.
+            if statistic.num_tokens and router.k < len(router.bias):
+                router.bias.copy_(statistic.bias(router.k))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step that is being counted."""
+        for statistic in self.statistics.values():
+            statistic.reset()
+        self.loads, self.max_logits = {}, {}
+        self._open = False
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Histograms and their ranges by layer: all zero between steps, the counts so far inside one."""
+        state: dict[str, Tensor] = {}
+        for layer, statistic in self.statistics.items():
+            if isinstance(statistic, Histogram):
+                state[f"{layer}.counts"] = statistic.counts_EB
+                state[f"{layer}.range"] = torch.tensor([statistic.low, statistic.width], dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+        for layer, statistic in self.statistics.items():
+            if isinstance(statistic, Histogram):
+                statistic.counts_EB.copy_(state[f"{layer}.counts"])
+                statistic.low, statistic.width = state[f"{layer}.range"].tolist()
+
+    def imbalance(self) -> tuple[float, float]:
+        """(largest, mean over layers) of max/mean expert load in the step that is being counted; 0 without routers."""
+        ratios = [float(load.max() / load.double().mean()) for load in self.loads.values() if load.sum()]
+        return (max(ratios), sum(ratios) / len(ratios)) if ratios else (0.0, 0.0)

@@ -1,0 +1,59 @@
+"""small: a K3 that one 80 GB GPU trains in about a day."""
+
+from __future__ import annotations
+
+from openk3.config.model import LinearAttnConfig, ModelConfig, TextConfig, VisionConfig, schedule
+from openk3.config.train import CheckpointConfig, DataConfig, OptimConfig, PretrainConfig, ValidationConfig
+
+VOCAB = 32768
+
+
+def model() -> ModelConfig:
+    """12 layers of width 768, 64 experts of which 4 work, an 8-layer vision tower, MTP."""
+    kda, full = schedule(12)
+    text = TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        q_lora_rank=384,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        linear_attn_config=LinearAttnConfig(head_dim=64, num_heads=12, kda_layers=kda, full_attn_layers=full),
+        attn_res_block_size=3,
+        num_experts=64,
+        num_experts_per_token=4,
+        num_shared_experts=2,
+        moe_intermediate_size=512,
+        routed_expert_hidden_size=384,
+        max_position_embeddings=32768,
+        num_nextn_predict_layers=1,
+    )
+    vision = VisionConfig(
+        vt_num_hidden_layers=8,
+        vt_hidden_size=384,
+        vt_intermediate_size=1536,
+        vt_num_attention_heads=6,
+        qkv_hidden_size=384,
+        init_pos_emb_height=32,
+        init_pos_emb_width=32,
+        text_hidden_size=768,
+    )
+    ids = {"bos_token_id": VOCAB - 256, "eos_token_id": VOCAB - 254, "pad_token_id": VOCAB - 1}
+    return ModelConfig(text=text, vision=vision, media_placeholder_token_id=VOCAB - 235, **ids)
+
+
+def pretrain() -> PretrainConfig:
+    """20,000 steps of 262,144 tokens (5.2 G tokens); windows grow from 4,096 to 32,768 for the last tenth."""
+    return PretrainConfig(
+        model=model(),
+        data=DataConfig(stages=((0.9, 4096), (0.1, 32768)), batch_tokens=262144, micro_batch_tokens=32768),
+        optim=OptimConfig(lr=8e-4, min_lr=8e-5),
+        checkpoint=CheckpointConfig(every=500),
+        validation=ValidationConfig(every=250, max_tokens=262144),
+        steps=20000,
+        device="auto",
+    )

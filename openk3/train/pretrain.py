@@ -1,0 +1,242 @@
+"""pretrain(config): tokenizer, data and state, the loop of steps with metrics and checkpoints, and the export."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from tqdm import tqdm
+
+from openk3.config.model import ConfigError
+from openk3.config.train import PretrainConfig
+from openk3.data.documents import Encoder
+from openk3.data.loader import Loader
+from openk3.data.sources import Files, Joined, Source, split, texts
+from openk3.inputs.packed import Packed
+from openk3.inputs.tokenizer import Tokenizer
+from openk3.runtime.metrics import MetricsLog, StepTimer
+from openk3.runtime.run_folder import RunFolder, write_json
+from openk3.train import checkpoint
+from openk3.train.interrupt import StopSignals
+from openk3.train.plan import replan
+from openk3.train.state import TrainState
+from openk3.train.step import train_step
+from openk3.train.validate import held_out_batches, token_bytes, validate
+
+log = logging.getLogger(__name__)
+OnStep = Callable[[TrainState, dict[str, float]], None]
+
+
+def pretrain(
+    config: PretrainConfig,
+    *,
+    sources: Sequence[Source] | None = None,
+    held_out: Sequence[Source] | None = None,
+    tokenizer: Tokenizer | None = None,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+) -> TrainState:
+    """Train a K3 from scratch into the run folder `config.out`, or continue the run that is there.
+
+    `sources` are the training records in place of `config.data.paths` (whose weights, if given, are then one per
+    source); `held_out` are validation records, by default split off by the md5 of their keys. `tokenizer` replaces
+    `config.data.tokenizer`. A run made from records in memory can only be resumed with the same records, so prefer
+    files. `on_step(state, metrics)` is called after every step, before its line is written.
+
+    The folder receives run.json (the configuration), tokenizer/, metrics.jsonl, checkpoints/ and, at the end, model/
+    in the released layout with its tokenizer. On SIGTERM or Ctrl-C the state is saved and returned with `interrupted`
+    set, without an export. Returns the final state. Raises ConfigError, DataError, TokenizerError or CheckpointError
+    for what the user can mend, NonFiniteGradient if the loss diverged.
+    """
+    run = _open(config, resume)
+    pools = list(sources) if sources is not None else [Files(path) for path in config.data.paths]
+    if not pools:
+        raise ConfigError("data.paths: nothing to train on; name text files, JSONL files or folders of them")
+    train, held = _split(pools, held_out, config)
+    tokenizer = _tokenizer(config, run, tokenizer, train)
+    config = fit_to_tokenizer(config, tokenizer)
+    encoder = Encoder(tokenizer, vision=config.model.vision, max_image_tokens=_max_image_tokens(config))
+    state = TrainState.build(config, _loader(config, train, encoder))
+    saved = checkpoint.latest(run.checkpoints) if resume else None
+    if saved is not None:
+        planned = state.total_steps
+        checkpoint.load(state, saved)
+        # A given number of steps may be raised when resuming; a planned one is part of the state.
+        state.total_steps = state.total_steps if config.minutes else planned
+        log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
+    write_json(run.config, config.to_dict())
+    _Loop(run, state, _Validator(config, encoder, held), on_step).run()
+    if not state.interrupted:
+        export(state, run, tokenizer)
+    return state
+
+
+def export(state: TrainState, run: RunFolder, tokenizer: Tokenizer) -> None:
+    """Write the model in the released layout, with its tokenizer, to the run's model folder."""
+    state.model.save_pretrained(run.model, experts=state.config.checkpoint.experts, also=tokenizer.save)
+    log.info("model written to %s", run.model)
+
+
+def fit_to_tokenizer(config: PretrainConfig, tokenizer: Tokenizer) -> PretrainConfig:
+    """The configuration with the tokenizer's vocabulary size and special ids."""
+    special = tokenizer.special
+    text = dataclasses.replace(config.model.text, vocab_size=tokenizer.vocab_size)
+    model = dataclasses.replace(
+        config.model,
+        text=text,
+        bos_token_id=special["[BOS]"],
+        eos_token_id=special["<|end_of_msg|>"],
+        pad_token_id=special["[PAD]"],
+        media_placeholder_token_id=special["<|media_pad|>"],
+    )
+    return dataclasses.replace(config, model=model)
+
+
+def _open(config: PretrainConfig, resume: bool) -> RunFolder:
+    if not config.out:
+        raise ConfigError("out: name the run folder to write")
+    run = RunFolder.at(config.out)
+    if resume and not run.is_run:
+        raise ConfigError(f"{run.path}: no run to resume there (no {run.config.name})")
+    if not resume and run.is_run:
+        raise ConfigError(f"{run.path}: already holds a run; resume it, or choose another folder")
+    run.path.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _split(
+    pools: list[Source], held_out: Sequence[Source] | None, config: PretrainConfig
+) -> tuple[list[Source], Source | None]:
+    """(training sources, held-out records or None). A single document cannot be split: it is all for training."""
+    if held_out is not None:
+        return pools, Joined(held_out) if held_out else None
+    pairs = [split(pool, config.data.held_out_percent) for pool in pools]
+    train = [kept if len(kept) else pool for pool, (kept, _) in zip(pools, pairs, strict=True)]
+    held = Joined([out for (kept, out) in pairs if len(kept)])
+    if not len(held):
+        log.warning("no document falls in the held-out %d %%: no validation", config.data.held_out_percent)
+        return list(train), None
+    return list(train), held
+
+
+def _tokenizer(config: PretrainConfig, run: RunFolder, given: Tokenizer | None, train: Sequence[Source]) -> Tokenizer:
+    """The run's own tokenizer if it has one; else the given, the named, or a newly trained one, kept in the run."""
+    if run.tokenizer.is_dir():
+        return Tokenizer.load(run.tokenizer)
+    if given is None and config.data.tokenizer:
+        given = Tokenizer.load(config.data.tokenizer)
+    if given is None:
+        log.info("training a tokenizer of %d ids", config.model.text.vocab_size)
+        given = Tokenizer.train(texts(Joined(train)), config.model.text.vocab_size)
+    given.save(run.tokenizer)
+    return given
+
+
+def _loader(config: PretrainConfig, train: Sequence[Source], encoder: Encoder) -> Loader:
+    return Loader(
+        train,
+        encoder,
+        batch_tokens=config.data.batch_tokens,
+        micro_batch_tokens=config.data.micro_batch_tokens,
+        weights=config.data.weights,
+        seed=config.seed,
+    )
+
+
+def _max_image_tokens(config: PretrainConfig) -> int:
+    """An image takes at most half of the shortest window, so that its text fits beside it."""
+    return max(1, min(length for _, length in config.data.stages) // 2)
+
+
+class _Validator:
+    """Held-out batches, cut anew when the window length changes."""
+
+    def __init__(self, config: PretrainConfig, encoder: Encoder, held: Source | None) -> None:
+        self.config, self.encoder, self.held = config, encoder, held
+        self._token_bytes_V = token_bytes(encoder.tokenizer)
+        self._batches: tuple[int, list[Packed]] = (0, [])
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether this step ends with a validation."""
+        every = self.config.validation.every
+        return self.held is not None and (last or (every > 0 and step % every == 0))
+
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """Metrics of one validation at the window length in use."""
+        assert self.held is not None
+        seq_len = state.seq_len
+        if self._batches[0] != seq_len:
+            data, limit = self.config.data, self.config.validation.max_tokens
+            batches = held_out_batches(
+                *(self.held, self.encoder),
+                seq_len=seq_len,
+                micro_batch_tokens=data.micro_batch_tokens,
+                max_tokens=limit,
+            )
+            self._batches = (seq_len, batches)
+        result = validate(state.model, self._batches[1], self._token_bytes_V)
+        return {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
+
+
+class _Loop:
+    """Steps until the schedule ends or a signal asks to stop."""
+
+    def __init__(self, run: RunFolder, state: TrainState, validator: _Validator, on_step: OnStep | None) -> None:
+        self.folder, self.state, self.validator, self.on_step = run, state, validator, on_step
+        self.config = state.config
+        self.metrics = MetricsLog(run.metrics, keep_through=state.step)
+        self.timer = StepTimer()
+        self.before = state.seconds
+        self.outside = 0.0  # seconds per step spent on validation, checkpoints and the caller's part
+
+    def run(self) -> None:
+        """The loop; leaves a checkpoint of the last step behind."""
+        state = self.state
+        began = time.perf_counter()
+        with StopSignals() as signals, self._bar() as bar:
+            first, busy = state.step, 0.0
+            while state.step < state.total_steps and not signals.requested:
+                values = self._step()
+                busy += values["seconds"]
+                elapsed = time.perf_counter() - began
+                state.seconds, self.outside = self.before + elapsed, (elapsed - busy) / (state.step - first)
+                if self.on_step is not None:
+                    self.on_step(state, values)
+                self.metrics.write(state.step, values)
+                self._show(bar, values)
+                every = self.config.checkpoint.every
+                if every and state.step % every == 0 and state.step < state.total_steps:
+                    checkpoint.save(state, self.folder.checkpoints, keep=self.config.checkpoint.keep)
+            state.interrupted = state.step < state.total_steps
+            checkpoint.save(state, self.folder.checkpoints, keep=self.config.checkpoint.keep)
+        if state.interrupted:
+            log.info("stopped at step %d of %d; saved in %s", state.step, state.total_steps, self.folder.path)
+
+    def _step(self) -> dict[str, float]:
+        state, loader = self.state, self.state.loader
+        assert loader is not None
+        seq_len = state.seq_len
+        self.timer.start()
+        values: dict[str, float] = {"seq_len": seq_len, **train_step(state, loader.batch(seq_len))}
+        seconds = self.timer.stop()
+        values |= {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+        if self.config.minutes:
+            replan(state, self.timer.typical + self.outside)
+        if state.step < state.total_steps and state.seq_len != seq_len:
+            self.timer.clear()
+        if self.validator.due(state.step, last=state.step >= state.total_steps):
+            values |= self.validator.measure(state)
+        return values
+
+    def _bar(self) -> tqdm:
+        return tqdm(total=self.state.total_steps, initial=self.state.step, unit="step", dynamic_ncols=True)
+
+    def _show(self, bar: tqdm, values: dict[str, float]) -> None:
+        bar.total = self.state.total_steps
+        shown = {"loss": f"{values['loss']:.3f}", "tok/s": f"{values['tokens_per_second']:.0f}"}
+        if "val_bpb" in values:
+            log.info("step %d: held-out bits per byte %.3f", self.state.step, values["val_bpb"])
+        bar.set_postfix(shown, refresh=False)
+        bar.update(1)

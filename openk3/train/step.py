@@ -1,0 +1,98 @@
+"""train_step: the one optimizer step; pretraining and every later kind of training differ in the loss alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from openk3.inputs.packed import IGNORE, Packed
+from openk3.model.k3 import K3, Losses
+from openk3.model.trace import Trace
+from openk3.optim.qk_clip import apply_qk_clip
+from openk3.optim.schedule import learning_rate
+from openk3.train.state import TrainState
+
+LossFunction = Callable[[K3, Packed, Trace], Losses]
+
+
+def next_token_loss(mtp_loss_weight: float = 0.1) -> LossFunction:
+    """Next-token cross-entropy plus the MTP layer's: the loss of pretraining."""
+
+    def loss(model: K3, packed: Packed, trace: Trace) -> Losses:
+        return model.loss(packed, trace, mtp_loss_weight)
+
+    return loss
+
+
+def count_targets(packed: Packed) -> tuple[int, int]:
+    """(tokens that some position predicts, tokens that the MTP layer predicts from two before)."""
+    next_T = packed.shifted_labels()
+    after_next_T = dataclasses.replace(packed, labels_T=next_T).shifted_labels()
+    return int((next_T != IGNORE).sum()), int((after_next_T != IGNORE).sum())
+
+
+def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction | None = None) -> dict[str, float]:
+    """Accumulate the micro-batches' gradients, update the weights once, then the router biases for the next step.
+
+    Each token counts alike, however the tokens lie in micro-batches: `lm` means are weighted by `num_tokens`, whatever
+    `total` has beyond them by `num_mtp_tokens`. Order after the backward passes: clip, Muon and AdamW, QK-Clip,
+    Quantile Balancing. Returns loss, lm, mtp, grad_norm, lr, max_load and mean_load (busiest expert over the mean
+    expert: worst layer, and mean of the layers), max_logit, clipped_heads, tokens. Raises NonFiniteGradient with the
+    state unchanged, and ValueError if no token has a label.
+    """
+    config = state.config
+    loss = loss or next_token_loss(config.mtp_loss_weight)
+    batches = [packed.expand(state.model.config.media_placeholder_token_id) for packed in batches]
+    counts = [count_targets(packed) for packed in batches]
+    all_next, all_mtp = (max(1, sum(column)) for column in zip(*counts))
+    if not any(next_tokens for next_tokens, _ in counts):
+        raise ValueError("train_step: no token of the batch has a label")
+    state.optimizer.zero_grad()
+    state.balance.reset()
+    sums = {"loss": 0.0, "lm": 0.0, "mtp": 0.0}
+    for packed, (next_tokens, mtp_tokens) in zip(batches, counts, strict=True):
+        shares = (next_tokens / all_next, mtp_tokens / all_mtp)
+        losses = _forward_backward(state, packed.to(state.device), loss, shares)
+        for name, value in losses.items():
+            sums[name] += value
+    lr = learning_rate(state.step, state.total_steps, config.optim)
+    grad_norm = state.optimizer.step(lr)
+    logits = state.balance.max_logits
+    clipped = apply_qk_clip(state.model, state.optimizer, logits, config.optim.qk_clip_tau)
+    max_load, mean_load = state.balance.imbalance()
+    max_logit = max((float(value.max()) for value in logits.values()), default=0.0)
+    state.balance.update()
+    state.optimizer.zero_grad()
+    tokens = sum(packed.num_tokens for packed in batches)
+    state.step += 1
+    state.tokens += tokens
+    values = {"grad_norm": grad_norm, "lr": lr, "max_load": max_load, "mean_load": mean_load, "max_logit": max_logit}
+    return {**sums, **values, "clipped_heads": clipped, "tokens": tokens}
+
+
+def _forward_backward(
+    state: TrainState, packed: Packed, loss: LossFunction, shares: tuple[float, float]
+) -> dict[str, float]:
+    """One micro-batch: add its share of the step's gradient, return its share of the step's losses.
+
+    The trace is closed before the backward pass, so that a layer that is computed again there is not counted twice.
+    """
+    next_share, mtp_share = shares
+    state.balance.open()
+    try:
+        losses = loss(state.model, packed, state.balance)
+    finally:
+        state.balance.close()
+    objective = losses.lm * next_share
+    if losses.total is not losses.lm:
+        objective = objective + (losses.total - losses.lm) * (next_share if losses.mtp is None else mtp_share)
+    torch.autograd.backward(objective)
+    mtp = 0.0 if losses.mtp is None else _number(losses.mtp) * mtp_share
+    return {"loss": _number(objective), "lm": _number(losses.lm) * next_share, "mtp": mtp}
+
+
+def _number(value: Tensor) -> float:
+    return float(value.detach())
