@@ -167,7 +167,7 @@ F = call("f", argument("q", "string", "x"))
         (f"{PROSE}{THINK_END}{F}{F}{END}", "", PROSE, [LOOK, LOOK]),
         (f"{PROSE}{THINK_END}{TOOLS}{F.replace('<|close|>argument<|sep|>', '')}{END}", "", PROSE, [LOOK]),
         (f"{PROSE}{TOOLS}{F.split('<|close|>')[0]}{F}{TOOLS_END}{END}", "", PROSE, [LOOK, LOOK]),
-        (f"{PROSE}<|close|>thinking<|sep|><|open|>toolset<|sep|>{THINK_END}{RESPONSE}Hi{END}", "Hi", PROSE, []),
+        (f"I should <|close|>thinking<|sep|>look.<|open|>toolset<|sep|>{THINK_END}{RESPONSE}Hi{END}", "Hi", PROSE, []),
         (f"{PROSE}<|close|>think\nHi<|sep|>{END}", "Hi", PROSE, []),
         (f"{PROSE}{THINK_END}Hi{END}", "Hi", PROSE, []),
         (f"{PROSE}{THINK_END}\n\n{RESPONSE}Hi{RESPONSE_END}\n{END}", "Hi", PROSE, []),
@@ -214,6 +214,7 @@ def test_a_tag_without_separator_does_not_hold_the_text_back():
     assert parser.feed(" you") == [("content", " you", -1)]
     text = '<|open|>call tool="f"' + "x" * 10_000 + "<|open|>think<|sep|>" + " " * 5000 + "y"
     want = read([text], "")
+    assert Parser("").feed(text[:5000]) == [("call", "f", 0)]
     assert want == read(list(text), "") == read([text[:4096], text[4096:]], "")
     function = want["tool_calls"][0]["function"]
     assert function == {"name": "f", "arguments": "x" * 10_000} and want["reasoning_content"] == " " * 5000 + "y"
