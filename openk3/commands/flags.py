@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
+
+from openk3 import recipes
+from openk3.config.train import PretrainConfig
 
 Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
-Run = Positional[Annotated[Path | None, arg(metavar="[RUN]", help="Run folder or model directory; default: newest run.")]]
+Run = Positional[Annotated[Path | None, arg(metavar="[RUN]", help="Run or model directory; default: newest run.")]]
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Quickstart:
 
     minutes: float = 8.0
     """Time for everything, in minutes; the plan is fitted to this machine's speed."""
-    text: tuple[Path, ...] = ()
-    """Your own text files or folders; default: the Python standard library's sources."""
+    text: Path | None = None
+    """Your own text: a file or a folder; default: the Python standard library's sources."""
     out: Path | None = None
     """Run folder to make; default: runs/<date and time>."""
     seed: Seed = 0
@@ -79,6 +82,21 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Pretrain:
+    """Train a K3 from scratch by a recipe, or continue a run. Every field of the recipe is a flag.
+
+    example: openk3 pretrain tiny --data src/ --out runs/mine --steps 200
+    """
+
+    config: Annotated[PretrainConfig, arg(name="")]
+    recipe: Positional[Annotated[str, arg(metavar="[RECIPE]", help=f"One of {', '.join(recipes.NAMES)}.")]] = ""
+    data: tuple[Path, ...] = ()
+    """Text, Markdown, Python and JSONL files, or folders of them; the same as --data.paths."""
+    resume: Annotated[Path | None, arg(metavar="RUN")] = None
+    """Continue this run from its last checkpoint; no RECIPE then."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Count a model's parameters, FLOPs, cache and memory from its configuration alone.
 
@@ -86,31 +104,33 @@ class Plan:
     """
 
     model: Positional[
-        Annotated[str, arg(metavar="[MODEL]", help="Recipe name, config.json, model directory or run; default: newest run.")]
+        Annotated[str, arg(metavar="[MODEL]", help="Recipe, config.json, model directory or run; default: newest run.")]
     ] = ""
     context: int = 8192
     """Length of the request whose cache is shown, in tokens."""
     json: bool = False
     """Print one JSON object instead of the table."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a model in the released layout, one shard at a time, with experts as BF16, FP32 or packed MXFP4.
+    """Write a model or a run's last checkpoint in the released layout, one tensor at a time; or the other way round.
 
     example: openk3 convert runs/mine out/ --experts mxfp4
     """
 
-    source: Positional[Annotated[Path, arg(metavar="SOURCE", help="Run folder, training checkpoint or model directory.")]]
+    source: Positional[Annotated[Path, arg(metavar="SOURCE", help="Run, training checkpoint or model directory.")]]
     target: Positional[Annotated[Path, arg(metavar="TARGET", help="New directory to write.")]]
-    experts: Literal["bf16", "float32", "mxfp4"] = "bf16"
-    """Number format of the routed experts."""
+    to: Literal["released", "run"] = "released"
+    """`released`: safetensors as Kimi K3's; `run`: a run at step 0 that `pretrain --resume` trains on."""
+    experts: Literal["keep", "bf16", "float32", "mxfp4"] = "keep"
+    """Number format of the routed experts; packed ones that are kept stay as they are, byte for byte."""
+    dtype: Literal["keep", "bf16", "float32"] = "keep"
+    """Number format of the other weights; what the release stores in float32 stays so."""
     rule: Literal["even", "floor", "ceil"] = "even"
     """How an MXFP4 scale is chosen; `even` is the released quantiser's."""
     shard_mib: int = 4096
     """Largest shard to write, in MiB."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +146,6 @@ class TokenizerTrain:
     """Directory to write."""
     vocab_size: int = 4096
     """Ids in all, with K3's 256 special ones."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,6 @@ class TokenizerEncode:
     """Directory with tiktoken.model, or the file; default: the newest run's."""
     ids: bool = False
     """Print only the ids, separated by spaces."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -151,14 +169,13 @@ class Doctor:
     example: openk3 doctor
     """
 
-    seed: Seed = 0
-
 
 Tokenizer = Annotated[TokenizerTrain, subcommand("train")] | Annotated[TokenizerEncode, subcommand("encode")]
 
-FLAGS: dict[str, Any] = {
+COMMANDS: dict[str, Any] = {
     "quickstart": Quickstart,
     "generate": Generate,
+    "pretrain": Pretrain,
     "chat": Chat,
     "plan": Plan,
     "convert": Convert,
@@ -168,5 +185,23 @@ FLAGS: dict[str, Any] = {
 
 
 def parse(name: str, arguments: Sequence[str]) -> Any:
-    """The flags of command `name`. Prints help or the error, with the nearest flag, and exits by itself."""
-    return tyro.cli(FLAGS[name], args=list(arguments), prog=f"openk3 {name}")
+    """The flags of command `name`. Prints help or the error, with the nearest flag, and exits by itself.
+
+    Raises ConfigError for a recipe or a run that does not exist.
+    """
+    prog, arguments = f"openk3 {name}", list(arguments)
+    if name != "pretrain":
+        return tyro.cli(COMMANDS[name], args=arguments, prog=prog, config=(FlagCreatePairsOff,))
+    default = Pretrain(starting_config(arguments))
+    arguments = ["--help"] if {"-h", "--help"} & set(arguments) else arguments  # with RECIPE among the flags
+    return tyro.cli(Pretrain, args=arguments, prog=prog, default=default, config=(FlagCreatePairsOff, AvoidSubcommands))
+
+
+def starting_config(arguments: Sequence[str]) -> PretrainConfig:
+    """What the flags of `pretrain` override: the resumed run's configuration, or the recipe's (tiny for --help)."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    resumed = next((word.partition("=")[2] or after for word, after in pairs if word.split("=")[0] == "--resume"), "")
+    if resumed:
+        return PretrainConfig.from_json(resumed)
+    has_recipe = bool(arguments) and not arguments[0].startswith("-")
+    return recipes.pretrain(arguments[0] if has_recipe else "tiny")

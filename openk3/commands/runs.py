@@ -1,11 +1,14 @@
-"""Find the run or model that a command should use: the given path, the newest run, or a model that ships with openk3."""
+"""Find the run that a command should use: the given path, the newest run, or the model shipped with openk3."""
 
 from __future__ import annotations
 
+import shlex
+from datetime import datetime
 from pathlib import Path
 
 import openk3
 from openk3.commands.errors import UserError
+from openk3.runtime.run_folder import RunFolder
 
 RUNS = Path("runs")
 SHIPPED = Path(openk3.__file__).parent / "shipped"
@@ -17,8 +20,8 @@ def is_model(directory: Path) -> bool:
 
 
 def model_in(run: Path) -> Path | None:
-    """The model directory of a run folder (`run` itself or `run/model`), or None."""
-    return next((directory for directory in (run, run / "model") if is_model(directory)), None)
+    """The model directory of a run folder (the run's model, or `run` itself), or None."""
+    return next((directory for directory in (run, RunFolder.at(run).model) if is_model(directory)), None)
 
 
 def newest_run(runs: Path | None = None) -> Path | None:
@@ -54,3 +57,16 @@ def find_model(given: Path | None) -> Path:
     if model is None:
         raise UserError(f"{run}: holds no model (no config.json); give a finished run or a model directory")
     return model
+
+
+def new_run(now: datetime | None = None) -> Path:
+    """A run folder that does not exist yet, named by date and time."""
+    base = RUNS / (now or datetime.now()).strftime("%Y-%m-%d-%H%M%S")
+    names = (base if n == 0 else base.with_name(f"{base.name}-{n}") for n in range(1000))
+    return next(path for path in names if not path.exists())
+
+
+def next_commands(run: Path | str) -> str:
+    """What one may do with a finished run, as lines to print."""
+    name = shlex.quote(str(run))
+    return f"next:\n  openk3 chat {name}\n  openk3 pretrain --resume {name} --steps N\n  openk3 plan {name}"

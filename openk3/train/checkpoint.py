@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from openk3.config.model import ModelConfig
+from openk3.model.k3 import K3
 from openk3.train.state import TrainState
 
 FORMAT = 1
@@ -81,27 +83,9 @@ def load(state: TrainState, path: Path) -> None:
     Nothing in the files is ever executed. Raises CheckpointError if they are damaged or of another model, and DataError
     if the training documents changed.
     """
-    try:
-        extra = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint, or damaged ({error})") from None
-    if extra.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {extra.get('format')!r}; this version reads format {FORMAT}")
-    if extra["model"] != state.config.model.to_dict():
-        raise CheckpointError(
-            f"{path}: holds another model than this configuration describes; resume with its own run.json"
-        )
+    extra = _extra(path, state.config.model)
     balance = state.balance.state_dict()
-    try:
-        with _quiet():
-            dcp.load(
-                {**_tensors(state), "balance": balance},
-                storage_reader=_Reader(path),
-                planner=_Planner(),
-                no_dist=True,
-            )
-    except (OSError, CheckpointException, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{path}: damaged ({_reason(error)}); remove it to resume from an earlier one") from error
+    _fill({**_tensors(state), "balance": balance}, path)
     state.optimizer.publish(state.optimizer.masters)
     state.balance.load_state_dict(balance)
     if state.loader is not None and extra["loader"] is not None:
@@ -109,6 +93,36 @@ def load(state: TrainState, path: Path) -> None:
     for name in ("step", "total_steps", "tokens", "seconds"):
         setattr(state, name, extra[name])
     _set_generators(extra["generators"])
+
+
+def load_weights(model: K3, path: Path) -> None:
+    """Put only the weights of a saved state into `model`, in place. Raises CheckpointError as `load` does."""
+    _extra(path, model.config)
+    _fill({"model": _weights(model)}, path)
+
+
+def _extra(path: Path, config: ModelConfig) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors, once it is known to be of this model."""
+    try:
+        extra = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a checkpoint, or damaged ({error})") from None
+    if extra.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {extra.get('format')!r}; this version reads format {FORMAT}")
+    if extra["model"] != config.to_dict():
+        raise CheckpointError(
+            f"{path}: holds another model than this configuration describes; resume with its own run.json"
+        )
+    return extra
+
+
+def _fill(tensors: dict[str, Any], path: Path) -> None:
+    """Read the named tensors of a checkpoint into the given ones."""
+    try:
+        with _quiet():
+            dcp.load(tensors, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)
+    except (OSError, CheckpointException, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path}: damaged ({_reason(error)}); remove it to resume from an earlier one") from error
 
 
 def _write(state: TrainState, staging: Path) -> None:
@@ -133,8 +147,11 @@ def _write(state: TrainState, staging: Path) -> None:
 
 def _tensors(state: TrainState) -> dict[str, Any]:
     """The tensors themselves: saving reads them, loading writes into them."""
-    named = [*state.model.named_parameters(), *state.model.named_buffers()]
-    return {"model": {name: tensor.detach() for name, tensor in named}, "optimizer": state.optimizer.state_dict()}
+    return {"model": _weights(state.model), "optimizer": state.optimizer.state_dict()}
+
+
+def _weights(model: K3) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _generators() -> dict[str, Any]:

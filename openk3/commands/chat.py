@@ -1,0 +1,181 @@
+"""`openk3 chat`: a conversation in the terminal, streamed, with reasoning dimmed and images attached by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openk3.commands.errors import UserError, from_user, is_user_error
+from openk3.commands.flags import Chat
+from openk3.commands.generate import check_sampling
+from openk3.commands.runs import find_model
+from openk3.inputs.chat import Event, Parser, encode_chat, render
+from openk3.inputs.images import ImageConfig, preprocess_image
+from openk3.inputs.packed import Packed
+from openk3.inputs.tokenizer import Tokenizer
+from openk3.model.generate import generate
+from openk3.model.k3 import K3
+
+EFFORTS = ("low", "high", "max", "off")
+HELP = """\
+/image FILE    attach an image to the next question
+/effort LEVEL  how long to reason: low, high, max, or off to answer directly
+/reset         forget the conversation
+/help          this list
+/exit          leave (also Ctrl-D); Ctrl-C stops an answer"""
+DIM, PLAIN = "\033[2m", "\033[0m"
+
+
+def run(flags: Chat) -> None:
+    """Talk until the input ends."""
+    check_sampling(flags)
+    directory = find_model(flags.run)
+    chat = Conversation(K3.from_pretrained(directory), Tokenizer.load(directory), flags)
+    for path in flags.image:
+        chat.attach(path)
+    if flags.message is not None:
+        answer(chat, flags.message)
+        return
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{directory}: {chat.num_parameters:,} parameters; /help lists the commands")
+    for line in read_lines(interactive):
+        if line.startswith("/"):
+            if not obey(chat, line):
+                return
+        elif line.strip():
+            answer(chat, line)
+
+
+def read_lines(interactive: bool) -> Iterator[str]:
+    """The user's lines; ends with the input, or with Ctrl-C at the prompt."""
+    if not interactive:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    __import__("readline")  # importing it gives input() a history and line editing
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+class Conversation:
+    """The messages and images so far, and the model that answers."""
+
+    def __init__(self, model: K3, tokenizer: Tokenizer, flags: Chat) -> None:
+        self.model, self.tokenizer, self.flags = model, tokenizer, flags
+        self.effort: str = flags.effort
+        self.generator = torch.Generator().manual_seed(flags.seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything said and attached."""
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[tuple[Any, tuple[int, int, int]]] = []
+        self.attached: list[dict[str, Any]] = []
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, as loaded."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def attach(self, path: Path) -> str:
+        """Read an image for the next question; returns what it is. Raises UserError naming the file."""
+        if self.model.config.vision is None:
+            raise UserError(f"{path}: this model has no vision tower, so it cannot see images")
+        # A quarter of what the model was made for, at most: the question and the answer need room too.
+        limit = min(ImageConfig().in_patch_limit, self.model.config.text.max_position_embeddings)
+        with from_user(path):
+            pixels, grid, size = preprocess_image(path, ImageConfig(in_patch_limit=limit))
+        self.images.append((torch.from_numpy(pixels), grid))
+        self.attached.append({"type": "image", "size": list(size)})
+        return f"{path}: {size[0]}x{size[1]} pixels, {grid[1] * grid[2] // 4} tokens"
+
+    def ask(self, text: str) -> Iterator[Event]:
+        """Events of the answer as they become certain; the answer, even one that was stopped, joins the conversation."""
+        content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
+        self.messages.append({"role": "user", "content": content})
+        self.attached = []
+        thinking = self.effort != "off"
+        parser = Parser("think" if thinking else "response", tokenizer=self.tokenizer)
+        segments = render(self.messages, thinking=thinking, effort=self.effort if thinking else None)
+        ids, _ = encode_chat(self.tokenizer, segments)
+        tokens = generate(
+            self.model,
+            Packed.join([ids], images=self.images),
+            max_tokens=self.flags.max_tokens,
+            temperature=self.flags.temperature,
+            top_k=self.flags.top_k,
+            top_p=self.flags.top_p,
+            stop_ids=(self.tokenizer.special["<|end_of_msg|>"],),
+            generator=self.generator,
+        )
+        try:
+            for token in tokens:
+                yield from parser.feed_ids([token])
+            yield from parser.finish()
+        finally:
+            self.messages.append(parser.message())
+
+
+def answer(chat: Conversation, text: str) -> None:
+    """Print one answer as it comes; Ctrl-C stops it and keeps what was said."""
+    kind = ""
+    colour = sys.stdout.isatty()
+    events = chat.ask(text)
+    try:
+        for event in events:
+            if event.kind != kind:
+                sys.stdout.write(("\n" if kind else "") + style(event.kind, colour))
+                kind = event.kind
+            sys.stdout.write(printable(f"[call {event.text}] " if kind == "call" else event.text))
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        events.close()
+        sys.stdout.write(" (stopped)")
+    sys.stdout.write((PLAIN if colour else "") + "\n")
+    sys.stdout.flush()
+
+
+def style(kind: str, colour: bool) -> str:
+    """What sets reasoning apart from the answer."""
+    if not colour:
+        return ""
+    return DIM if kind == "reasoning" else PLAIN
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer the terminal: other control characters than line ends and tabs are shown as U+FFFD."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def obey(chat: Conversation, line: str) -> bool:
+    """Carry out a line that starts with a slash; False to leave."""
+    command, _, argument = line.partition(" ")
+    argument = argument.strip()
+    if command in ("/exit", "/quit"):
+        return False
+    if command == "/help":
+        print(HELP)
+    elif command == "/reset":
+        chat.reset()
+        print("forgotten")
+    elif command == "/effort" and argument in EFFORTS:
+        chat.effort = argument
+        print(f"effort {argument}")
+    elif command == "/image" and argument:
+        try:
+            print(chat.attach(Path(argument).expanduser()))
+        except ValueError as error:
+            if not is_user_error(error):
+                raise
+            print(error)
+    else:
+        print(f"{line}: not understood\n{HELP}")
+    return True

@@ -1,0 +1,96 @@
+"""`openk3 convert`: a model or a run's checkpoint into the released layout, or released weights into a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tqdm import tqdm
+
+from openk3.commands.errors import UserError
+from openk3.commands.flags import Convert
+from openk3.commands.runs import model_in
+from openk3.config.train import PretrainConfig
+from openk3.inputs.tokenizer import Tokenizer
+from openk3.model.hf import convert_checkpoint
+from openk3.model.k3 import K3
+from openk3.runtime.run_folder import RunFolder, write_json
+from openk3.train import checkpoint
+from openk3.train.state import TrainState
+
+MIB = 2**20
+
+
+def run(flags: Convert) -> None:
+    """Write TARGET whole or not at all, and say what it is."""
+    if not flags.source.exists():
+        raise UserError(f"{flags.source}: no such file or folder; give a run, a checkpoint or a model directory")
+    if flags.shard_mib < 1:
+        raise UserError(f"--shard-mib: must be at least 1, got {flags.shard_mib}")
+    saved = training_checkpoint(flags.source)
+    if flags.to == "run":
+        to_run(flags)
+    elif saved is not None:
+        from_training(flags, saved)
+    else:
+        from_released(flags)
+    print(f"{flags.target}: written")
+
+
+def training_checkpoint(source: Path) -> Path | None:
+    """The training state that `source` names: a step folder itself, or a run's newest."""
+    if (source / "state.json").is_file():
+        return source
+    return checkpoint.latest(RunFolder.at(source).checkpoints)
+
+
+def from_training(flags: Convert, saved: Path) -> None:
+    """The weights of a training checkpoint, in full precision until they are stored."""
+    run = RunFolder.at(saved.parent.parent)
+    config = PretrainConfig.from_json(run.path)
+    model = K3.empty(config.model)
+    checkpoint.load_weights(model, saved)
+    print(f"{saved}: {sum(p.numel() for p in model.parameters()):,} parameters")
+    model.save_pretrained(
+        flags.target,
+        experts=config.checkpoint.experts if flags.experts == "keep" else flags.experts,
+        dtype=None if flags.dtype == "keep" else flags.dtype,
+        scale_rule=flags.rule,
+        shard_bytes=flags.shard_mib * MIB,
+        also=Tokenizer.load(run.tokenizer).save,
+    )
+
+
+def from_released(flags: Convert) -> None:
+    """Another number format for a released-layout folder, without building the model."""
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="converting") as bar:
+
+        def on_progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        convert_checkpoint(
+            model_in(flags.source) or flags.source,
+            flags.target,
+            experts=None if flags.experts == "keep" else flags.experts,
+            dtype=None if flags.dtype == "keep" else flags.dtype,
+            scale_rule=flags.rule,
+            shard_bytes=flags.shard_mib * MIB,
+            on_progress=on_progress,
+        )
+
+
+def to_run(flags: Convert) -> None:
+    """A run folder at step 0 around released weights, with their tokenizer."""
+    run = RunFolder.at(flags.target)
+    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        raise UserError(f"{run.path}: already exists; give TARGET a new or empty directory")
+    directory = model_in(flags.source) or flags.source
+    tokenizer = Tokenizer.load(directory)
+    model = K3.from_pretrained(directory)
+    if tokenizer.vocab_size != model.config.text.vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids for a model of {model.config.text.vocab_size:,}"
+        raise UserError(f"{directory}: its tokenizer has {sizes}; put the model's own tiktoken.model there")
+    config = PretrainConfig(model=model.config, out=str(run.path))
+    checkpoint.save(TrainState.around(model, config), run.checkpoints)
+    tokenizer.save(run.tokenizer)
+    write_json(run.config, config.to_dict())

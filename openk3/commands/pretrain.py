@@ -1,0 +1,51 @@
+"""`openk3 pretrain`: run a recipe on the user's files, or continue a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from openk3 import recipes
+from openk3.commands.errors import UserError
+from openk3.commands.flags import Pretrain
+from openk3.commands.runs import new_run, next_commands
+from openk3.config.train import DataConfig, PretrainConfig
+from openk3.optim.optimizer import NonFiniteGradient
+from openk3.runtime.log import setup_logging
+from openk3.train.pretrain import pretrain
+
+
+def run(flags: Pretrain) -> None:
+    """Train, then say what to do next. Ctrl-C and SIGTERM save the state first."""
+    config = complete(flags)
+    setup_logging()
+    try:
+        state = pretrain(config, resume=flags.resume is not None)
+    except NonFiniteGradient as error:
+        raise UserError(f"{config.out}: training diverged ({error}); resume with a lower --optim.lr") from error
+    if state.interrupted:
+        print(f"\nstopped at step {state.step} of {state.total_steps}; go on with:")
+        print(f"  openk3 pretrain --resume {config.out}")
+        return
+    print(f"\n{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s; the run is {config.out}")
+    print(next_commands(config.out))
+
+
+def complete(flags: Pretrain) -> PretrainConfig:
+    """The run's configuration with the data and folder that the flags name. Raises UserError."""
+    if flags.resume is not None:
+        if flags.recipe:
+            raise UserError(f"{flags.recipe}: a resumed run has its own configuration; leave RECIPE out with --resume")
+        return dataclasses.replace(flags.config, out=str(flags.resume), data=with_paths(flags))
+    if not flags.recipe:
+        raise UserError(f"RECIPE: name one of {', '.join(recipes.NAMES)}, or continue a run with --resume RUN")
+    config = dataclasses.replace(flags.config, data=with_paths(flags))
+    if not config.data.paths:
+        raise UserError("--data: name text files, JSONL files or folders of them to train on")
+    return config if config.out else dataclasses.replace(config, out=str(new_run()))
+
+
+def with_paths(flags: Pretrain) -> DataConfig:
+    """The data part with --data's paths, if there are any."""
+    if not flags.data:
+        return flags.config.data
+    return dataclasses.replace(flags.config.data, paths=tuple(str(path) for path in flags.data))
