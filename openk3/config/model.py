@@ -125,6 +125,7 @@ class ModelConfig:
         """Read a released-style config dictionary. Raises ConfigError naming the bad field."""
         if not isinstance(data, dict):
             raise ConfigError("config: expected a JSON object")
+        data = released_form(data)
         _refuse_unsupported(data)
         text_data = dict(data.get("text_config") or {})
         linear = _build(LinearAttnConfig, text_data.pop("linear_attn_config", None) or {}, "linear_attn_config")
@@ -172,6 +173,17 @@ class ModelConfig:
     def replace_text(self, **changes: Any) -> ModelConfig:
         """A copy with some text fields changed."""
         return dataclasses.replace(self, text=dataclasses.replace(self.text, **changes))
+
+
+def released_form(data: dict[str, Any]) -> dict[str, Any]:
+    """The config with a `text_config`: text-only exports of other trainers hold its fields at the top instead."""
+    if data.get("model_type") != "kimi_linear" or "text_config" in data:
+        return data
+    ids = {name: data[name] for name in _ID_FIELDS if name in data}
+    if ids.get("pad_token_id") is not None:
+        # There are no images, so the released placeholder's number may lie outside a small vocabulary.
+        ids.setdefault("media_placeholder_token_id", ids["pad_token_id"])
+    return {**_TOP_CONSTANTS, "dtype": data.get("dtype", "bfloat16"), **ids, "text_config": data}
 
 
 _ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
@@ -330,7 +342,9 @@ def _check_vision(vision: VisionConfig, text: TextConfig) -> None:
         "vision_config.qkv_hidden_size: must be 4 * vt_num_attention_heads * n (2-D rotary pairs)",
     )
     _require(vision.merge_kernel_size == (2, 2), "vision_config.merge_kernel_size: must be [2, 2]")
-    _require(vision.video_attention in ("joint", "factorised"), "vision_config.video_attention: 'joint' or 'factorised'")
+    _require(
+        vision.video_attention in ("joint", "factorised"), "vision_config.video_attention: 'joint' or 'factorised'"
+    )
 
 
 def schedule(num_layers: int, ratio: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from openk3.config.model import ConfigError, ModelConfig
+from openk3.config.model import ConfigError, ModelConfig, released_form
 from openk3.model.accounting import account
 
 FORMAT_VERSION = 1
@@ -73,7 +73,7 @@ def read_config_data(directory: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder as a dictionary; ConfigError when it is missing, broken or too new."""
     path = directory / CONFIG
     ModelConfig.from_json(path)  # every error of its content, with the file's name
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = released_form(json.loads(path.read_text(encoding="utf-8")))
     version = data.get("format_version", FORMAT_VERSION)
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ConfigError(

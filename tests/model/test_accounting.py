@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from openk3.config.model import ConfigError, LinearAttnConfig, ModelConfig, TextConfig, VisionConfig, schedule
+from openk3.inputs.packed import Packed
 from openk3.model.accounting import account, depth_sources, padded_heads
+from openk3.model.k3 import K3
+from openk3.model.trace import Trace
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -154,3 +159,71 @@ def test_vision_is_optional():
 
 def test_padded_heads():
     assert [padded_heads(h) for h in (1, 96, 128, 129)] == [128, 128, 128, 256]
+
+
+def variants() -> dict[str, ModelConfig]:
+    """Configurations that differ in which parts they have."""
+    plain = ModelConfig.from_json(GOLDEN / "text_b")
+    vision = ModelConfig.from_json(GOLDEN / "mm_a")
+    assert vision.vision is not None
+    return {
+        "plain": plain,
+        "vision": vision,
+        "factorised video": dataclasses.replace(
+            vision, vision=dataclasses.replace(vision.vision, video_attention="factorised")
+        ),
+        "mtp": plain.replace_text(num_nextn_predict_layers=1),
+        "no shared experts": plain.replace_text(num_shared_experts=0),
+        "no MLA gate": plain.replace_text(mla_use_output_gate=False),
+        "full depth attention": plain.replace_text(attn_res_mode="full"),
+        "two dense layers": plain.replace_text(first_k_dense_replace=2),
+        "every other layer dense": plain.replace_text(moe_layer_freq=2, first_k_dense_replace=0),
+        "no shared key": plain.replace_text(qk_rope_head_dim=0),
+    }
+
+
+@pytest.mark.parametrize("name", variants())
+def test_built_models_hold_what_was_counted(name):
+    """Entries of all parameters and router biases of a real model."""
+    config = variants()[name]
+    model = K3.empty(config, device="meta")
+    assert sum(tensor.numel() for tensor in model.state_dict().values()) == account(config).in_memory
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_depth_sources_of_a_running_model(mode):
+    """The sources counted are those that the forward pass mixes, read by read."""
+    config = ModelConfig.from_json(GOLDEN / "text_b").replace_text(attn_res_mode=mode)
+    seen: list[int] = []
+
+    class Depths(Trace):
+        def wants(self, name: str) -> bool:
+            return name == "depth"
+
+        def depth(self, layer, site, probs_TL) -> None:
+            seen.append(probs_TL.shape[1])
+
+    K3.build(config).forward(Packed.join([[5, 6, 7]]), trace=Depths())
+    assert [count for count in seen if count > 1] == depth_sources(config.text)
+
+
+def test_released_model_on_meta_in_little_memory():
+    """Building the released sizes on the meta device takes under 2 GiB and holds exactly the counted entries."""
+    program = """
+import resource
+from openk3.config.model import LinearAttnConfig, ModelConfig, TextConfig, schedule
+from openk3.model.k3 import K3
+kda, full = schedule(93)
+linear = LinearAttnConfig(kda_layers=kda, full_attn_layers=full)
+config = ModelConfig(text=TextConfig(linear_attn_config=linear, num_nextn_predict_layers=1))
+model = K3.empty(config, device="meta")
+for part in (model, model.mtp):
+    print(sum(tensor.numel() for tensor in part.state_dict().values()))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    whole, mtp, peak = map(int, run.stdout.split())
+    assert mtp == 30_119_957_888
+    assert whole - mtp == 2_779_931_837_184 - 69 * 32
+    assert peak < 2 * 1024**2  # kibibytes

@@ -299,6 +299,22 @@ def test_conversion_keeps_the_other_files(tmp_path):
         convert_checkpoint(source, tmp_path / "target" / ".." / "source")
 
 
+def test_text_only_export_with_a_flat_config(tmp_path):
+    """Other trainers save a text model with the fields of text_config at the top level of config.json."""
+    shutil.copytree(GOLDEN / "text_b", tmp_path / "m", ignore=shutil.ignore_patterns("*puts.*", "expected.*"))
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config["text_config"]))
+    model = K3.from_pretrained(tmp_path / "m")
+    assert model.config.text == ModelConfig.from_json(GOLDEN / "text_b").text and model.config.vision is None
+    convert_checkpoint(tmp_path / "m", tmp_path / "c")
+    written = json.loads((tmp_path / "c/config.json").read_text())
+    assert written["model_type"] == "kimi_k3" and written["text_config"] == config["text_config"]
+    other = config["text_config"] | {"hidden_act": "silu"}
+    (tmp_path / "m/config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=r"text_config\.hidden_act: 'silu' is not K3"):
+        K3.from_pretrained(tmp_path / "m")
+
+
 def test_mixed_experts_load_but_must_be_named_to_convert(tmp_path):
     """Packed and plain experts side by side are told apart by their names, tensor by tensor."""
     shutil.copytree(GOLDEN / "mxfp4_a", tmp_path / "m", ignore=shutil.ignore_patterns("*puts.*", "expected.*"))
