@@ -42,7 +42,11 @@ EXAMPLES = {
 
 def help_text() -> str:
     """What `openk3 --help` prints."""
-    lines = ["usage: openk3 COMMAND [flags]", "", "Kimi K3, complete: train, save, load and talk to a true K3 of any size."]
+    lines = [
+        "usage: openk3 COMMAND [flags]",
+        "",
+        "Kimi K3, complete: train, save, load and talk to a true K3 of any size.",
+    ]
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:<12}{line}" for name, line in commands.items())]
     lines += ["", "Examples:", *(f"  {command:<52}# {note}" for command, note in EXAMPLES.items())]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import readline  # noqa: F401  gives input() a history and line editing
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ def read_lines(interactive: bool) -> Iterator[str]:
     if not interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
-    __import__("readline")  # importing it gives input() a history and line editing
     while True:
         try:
             yield input("> ")
@@ -97,8 +97,8 @@ class Conversation:
         self.attached.append({"type": "image", "size": list(size)})
         return f"{path}: {size[0]}x{size[1]} pixels, {grid[1] * grid[2] // 4} tokens"
 
-    def ask(self, text: str) -> Iterator[Event]:
-        """Events of the answer as they become certain; the answer, even one that was stopped, joins the conversation."""
+    def ask(self, text: str) -> Generator[Event]:
+        """Events of the answer as they become certain; an answer that is stopped still joins the conversation."""
         content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
         self.messages.append({"role": "user", "content": content})
         self.attached = []
