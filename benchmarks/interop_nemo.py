@@ -69,7 +69,9 @@ class TorchGatedNorm(nn.Module):
         return F.rms_norm(o.float(), o.shape[-1:], self.weight.float(), self.eps) * gate.float().sigmoid()
 
 
-def torch_kda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **ignored: Any):
+def torch_kda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **ignored: Any
+) -> Any:
     """FLA's PyTorch recurrence on L2-normalised queries and keys."""
     from fla.ops.kda.naive import naive_recurrent_kda
 

@@ -97,14 +97,14 @@ def save_pretrained(
         check_mxfp4_widths(config.text)
     directory = Path(directory)
     with staged_folder(directory, hf_card.is_ours) as folder:
-        write_weights(folder, config, ModelSource(model), storage, shard_bytes)
+        write_weights(folder, config, ModelSource(model), storage, shard_bytes=shard_bytes)
         data = hf_card.config_data(config.to_dict(), experts == "mxfp4", dtype)
         (folder / hf_card.CONFIG).write_text(hf_card.to_json(data), encoding="utf-8")
         (folder / hf_card.GENERATION).write_text(hf_card.to_json(hf_card.generation_data(config)), encoding="utf-8")
         (folder / hf_card.CARD).write_text(hf_card.model_card(config, experts, dtype, card), encoding="utf-8")
         if also is not None:
             also(folder)
-        keep_other_files(directory, folder)
+        _keep_other_files(directory, folder, folders=True)
 
 
 def convert_checkpoint(
@@ -120,8 +120,8 @@ def convert_checkpoint(
     """Rewrite a released-layout folder with other dtypes, one tensor at a time, without building the model.
 
     `experts` and `dtype` as in `save_pretrained`; None keeps what each tensor has (packed experts byte for byte).
-    Tokenizer and other small files are copied. `on_progress(done, total)` hears of the bytes written. Raises
-    ConfigError, CheckpointError or FolderError.
+    Tokenizer and other files beside the weights are copied. `on_progress(done, total)` hears of the bytes written.
+    Raises ConfigError, CheckpointError or FolderError.
     """
     source, target = Path(source), Path(target)
     if source.resolve() == target.resolve():
@@ -137,12 +137,12 @@ def convert_checkpoint(
         files = FileSource(reader)
         packed = _stays_packed(files, config, storage)
         with staged_folder(target, hf_card.is_ours) as folder:
-            write_weights(folder, config, files, storage, shard_bytes, on_progress)
+            write_weights(folder, config, files, storage, shard_bytes=shard_bytes, on_progress=on_progress)
             data = hf_card.config_data(data, packed, dtype)
             (folder / hf_card.CONFIG).write_text(hf_card.to_json(data), encoding="utf-8")
             labels = ("mxfp4" if packed else experts or str(data.get("dtype")), dtype or str(data.get("dtype")))
             (folder / hf_card.CARD).write_text(hf_card.model_card(config, *labels), encoding="utf-8")
-            keep_other_files(source, folder)
+            _keep_other_files(source, folder, folders=False)
             if not (folder / hf_card.GENERATION).exists():
                 generation = hf_card.to_json(hf_card.generation_data(config))
                 (folder / hf_card.GENERATION).write_text(generation, encoding="utf-8")
@@ -159,14 +159,13 @@ def _stays_packed(files: FileSource, config: ModelConfig, storage: Storage) -> b
     return found == {True}
 
 
-def keep_other_files(old: Path, new: Path) -> None:
+def _keep_other_files(old: Path, new: Path, folders: bool) -> None:
     """Copy what lies in `old` and is neither weights nor written anew: tokenizer, preprocessor, licence."""
     for path in sorted(old.iterdir()) if old.is_dir() else ():
-        if path.suffix in _WEIGHT_SUFFIXES or path.name.startswith(".") or (new / path.name).exists():
+        written = path.suffix in _WEIGHT_SUFFIXES or path.name == INDEX or (new / path.name).exists()
+        if written or path.name.startswith("."):
             continue
-        if path.name == INDEX:
-            continue
-        if path.is_dir():
-            shutil.copytree(path, new / path.name)
-        else:
+        if not path.is_dir():
             shutil.copy2(path, new / path.name)
+        elif folders:
+            shutil.copytree(path, new / path.name)

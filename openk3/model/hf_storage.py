@@ -27,6 +27,7 @@ from openk3.ops.mxfp import dequantize_mxfp4, quantize_mxfp4
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 EXPERTS = ("mxfp4", *DTYPES)
+SCALE_RULES = ("even", "floor", "ceil")
 SHARD_BYTES = 5_000_000_000
 
 
@@ -127,7 +128,12 @@ class Storage:
     scale_rule: str = "even"
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("experts", self.experts, EXPERTS), ("dtype", self.dtype, tuple(DTYPES))):
+        choices = (
+            ("experts", self.experts, EXPERTS),
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("scale_rule", self.scale_rule, SCALE_RULES),
+        )
+        for name, value, allowed in choices:
             if value is not None and value not in allowed:
                 raise CheckpointError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
 
@@ -180,6 +186,7 @@ def check_names(reader: CheckpointReader, config: ModelConfig) -> None:
 
 
 def check_copies(reader: CheckpointReader, config: ModelConfig) -> None:
+    """Raise CheckpointError when a tensor that some writers repeat differs from the one it repeats."""
     for copy, original in shared_copies(config).items():
         if copy in reader and not torch.equal(reader.read(copy), reader.read(original)):
             raise CheckpointError(
@@ -192,7 +199,8 @@ def write_weights(
     config: ModelConfig,
     source: Source,
     storage: Storage,
-    shard_bytes: int,
+    *,
+    shard_bytes: int = SHARD_BYTES,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Write all tensors of `config` into `folder`: one file, or shards that never split a layer and their index."""

@@ -212,6 +212,8 @@ def test_widths_that_cannot_be_packed_are_refused(tmp_path):
         K3.from_pretrained(GOLDEN / "text_a").save_pretrained(tmp_path / "m", experts="mxfp4")
     with pytest.raises(CheckpointError, match="experts: 'int4' is not one of mxfp4, bf16, float32"):
         K3.from_pretrained(GOLDEN / "text_a").save_pretrained(tmp_path / "m", experts="int4")
+    with pytest.raises(CheckpointError, match="scale_rule: 'round' is not one of even, floor, ceil"):
+        convert_checkpoint(GOLDEN / "mxfp4_a", tmp_path / "m", experts="mxfp4", scale_rule="round")
     assert not list(tmp_path.iterdir())
 
 
@@ -291,7 +293,9 @@ def test_conversion_keeps_the_other_files(tmp_path):
     (source / "tiktoken.model").write_text("aGk= 0\n")
     (source / "pytorch_model.bin").write_bytes(b"never read")
     (source / "generation_config.json").write_text('{"eos_token_id": 99}')
+    (source / "checkpoints").mkdir()
     convert_checkpoint(source, tmp_path / "target", experts="bf16")
+    assert not (tmp_path / "target/checkpoints").exists()
     assert (tmp_path / "target/tiktoken.model").read_text() == "aGk= 0\n"
     assert json.loads((tmp_path / "target/generation_config.json").read_text()) == {"eos_token_id": 99}
     assert not (tmp_path / "target/pytorch_model.bin").exists()
