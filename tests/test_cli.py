@@ -13,7 +13,7 @@ import pytest
 
 from openk3 import cli
 from openk3.commands import doctor, flags
-from openk3.commands.errors import UserError, from_user, is_user_error
+from openk3.commands.errors import UserError, is_user_error
 from openk3.config.model import ConfigError
 
 
@@ -123,18 +123,6 @@ def test_closed_pipe_is_silent() -> None:
     result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment, timeout=60)
     os.close(write_end)
     assert (result.returncode, result.stderr) == (141, b"")
-
-
-def test_errors_about_what_the_user_gave_are_named() -> None:
-    """`from_user` puts the file in front once, and only ValueError and OSError are the user's."""
-    with pytest.raises(UserError, match=r"^a\.png: not an image$"), from_user("a.png"):
-        raise ValueError("not an\nimage")
-    with pytest.raises(UserError, match=r"^a\.png is broken$"), from_user("a.png"):
-        raise ValueError("a.png is broken")
-    with pytest.raises(UserError, match=r"^b: Permission denied$"), from_user("b"):
-        raise PermissionError(errno.EACCES, "Permission denied", "b")
-    with pytest.raises(KeyError), from_user("c"):
-        raise KeyError("c")
 
 
 def test_only_our_own_value_errors_are_the_users() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import readline  # noqa: F401  gives input() a history and line editing
 import sys
 from collections.abc import Generator, Iterator
@@ -10,12 +11,12 @@ from typing import Any
 
 import torch
 
-from openk3.commands.errors import UserError, from_user, is_user_error
+from openk3.commands.errors import UserError, is_user_error
 from openk3.commands.flags import Chat
 from openk3.commands.generate import check_sampling
 from openk3.commands.runs import find_model
 from openk3.inputs.chat import Event, Parser, encode_chat, render
-from openk3.inputs.images import ImageConfig, preprocess_image
+from openk3.inputs.images import MediaConfig, preprocess_image
 from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
@@ -35,7 +36,9 @@ def run(flags: Chat) -> None:
     """Talk until the input ends."""
     check_sampling(flags)
     directory = find_model(flags.run)
-    chat = Conversation(K3.from_pretrained(directory), Tokenizer.load(directory), flags)
+    has_limits = (directory / "preprocessor_config.json").is_file()
+    media = MediaConfig.from_json(directory) if has_limits else MediaConfig()
+    chat = Conversation(K3.from_pretrained(directory), Tokenizer.load(directory), media, flags)
     for path in flags.image:
         chat.attach(path)
     if flags.message is not None:
@@ -68,8 +71,11 @@ def read_lines(interactive: bool) -> Iterator[str]:
 class Conversation:
     """The messages and images so far, and the model that answers."""
 
-    def __init__(self, model: K3, tokenizer: Tokenizer, flags: Chat) -> None:
+    def __init__(self, model: K3, tokenizer: Tokenizer, media: MediaConfig, flags: Chat) -> None:
         self.model, self.tokenizer, self.flags = model, tokenizer, flags
+        # An image takes at most a quarter of the context: the question and the answer need room too.
+        limit = min(media.in_patch_limit, model.config.text.max_position_embeddings)
+        self.media = dataclasses.replace(media, in_patch_limit=limit)
         self.effort: str = flags.effort
         self.generator = torch.Generator().manual_seed(flags.seed)
         self.reset()
@@ -77,7 +83,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything said and attached."""
         self.messages: list[dict[str, Any]] = []
-        self.images: list[tuple[Any, tuple[int, int, int]]] = []
+        self.images: list[Any] = []
         self.attached: list[dict[str, Any]] = []
 
     @property
@@ -86,16 +92,13 @@ class Conversation:
         return sum(p.numel() for p in self.model.parameters())
 
     def attach(self, path: Path) -> str:
-        """Read an image for the next question; returns what it is. Raises UserError naming the file."""
+        """Read an image for the next question; returns what it is. Raises ImageError or UserError naming the file."""
         if self.model.config.vision is None:
             raise UserError(f"{path}: this model has no vision tower, so it cannot see images")
-        # A quarter of what the model was made for, at most: the question and the answer need room too.
-        limit = min(ImageConfig().in_patch_limit, self.model.config.text.max_position_embeddings)
-        with from_user(path):
-            pixels, grid, size = preprocess_image(path, ImageConfig(in_patch_limit=limit))
-        self.images.append((torch.from_numpy(pixels), grid))
-        self.attached.append({"type": "image", "size": list(size)})
-        return f"{path}: {size[0]}x{size[1]} pixels, {grid[1] * grid[2] // 4} tokens"
+        image = preprocess_image(path, self.media)
+        self.images.append(image.media)
+        self.attached.append({"type": "image", "size": list(image.size)})
+        return f"{path}: {image.size[0]}x{image.size[1]} pixels, {image.num_tokens} tokens"
 
     def ask(self, text: str) -> Generator[Event]:
         """Events of the answer as they become certain; an answer that is stopped still joins the conversation."""

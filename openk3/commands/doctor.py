@@ -15,7 +15,7 @@ from openk3.commands.runs import RUNS, newest_run
 from openk3.ops import backend
 
 PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
-OPTIONAL = {"av": "video files (pip install 'openk3[video]')", "triton": "GPU kernels"}
+OPTIONAL = {"av": "video files (pip install 'openk3[video]')"}
 GIB = 2**30
 
 
@@ -24,7 +24,7 @@ def run(flags: Doctor) -> None:
     for title, rows in (("Machine", machine()), ("Packages", packages()), ("Backends", backends()), ("Runs", runs())):
         print(title)
         for name, value in rows:
-            print(f"  {name:<14}{value}")
+            print(f"  {name:<16}{value}")
 
 
 def machine() -> list[tuple[str, str]]:
