@@ -12,7 +12,7 @@ import numpy as np
 
 from openk3.config.model import ConfigError, VisionConfig
 from openk3.inputs.chat import ChatError, encode_chat, image_prompt, render
-from openk3.inputs.images import ImageConfig, preprocess_image
+from openk3.inputs.images import ImageError, MediaConfig, preprocess_image
 from openk3.inputs.tokenizer import Tokenizer
 
 Image = tuple[np.ndarray, tuple[int, int, int]]  # pixels [N, 3, P, P], (t, h, w)
@@ -88,7 +88,7 @@ class Encoder:
     ) -> None:
         """`vision` None refuses records with images; larger images are scaled down to `max_image_tokens`."""
         self.tokenizer = tokenizer
-        self.images = None if vision is None else ImageConfig(in_patch_limit=MERGE * max_image_tokens)
+        self.images = None if vision is None else MediaConfig(in_patch_limit=MERGE * max_image_tokens)
         special = tokenizer.special
         self.bos, self.eos = special["[BOS]"], special["[EOS]"]
         self.media_pad = special["<|media_pad|>"]
@@ -135,11 +135,11 @@ class Encoder:
         for image in given:
             image = record.folder / image if isinstance(image, str | Path) else image
             try:
-                pixels, grid, size = preprocess_image(image, self.images)
-            except (ValueError, OSError) as error:
-                raise DataError(f"{record.where}: cannot read the image ({error})") from None
-            items.append((pixels, grid))
-            sizes.append(size)
+                patches = preprocess_image(image, self.images)
+            except ImageError as error:
+                raise DataError(f"{record.where}: {error}") from None
+            items.append(patches.media)
+            sizes.append(patches.size)
         return tuple(items), sizes
 
     def _document(
