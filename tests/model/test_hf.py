@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from openk3.config.model import ConfigError, LinearAttnConfig, ModelConfig, TextConfig, schedule
 from openk3.inputs.packed import Packed
 from openk3.model.hf import convert_checkpoint, load_weights
-from openk3.model.hf_files import CheckpointError, CheckpointReader
+from openk3.model.hf_files import CheckpointError
 from openk3.model.hf_names import kept_float32, units
 from openk3.model.hf_storage import FileSource, ModelSource
 from openk3.model.k3 import K3
@@ -370,13 +370,6 @@ def test_a_model_unlike_the_layout_is_an_error():
     model.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(RuntimeError, match="stray"):
         load_weights(model, GOLDEN / "text_a")
-
-
-def test_reader_names_what_it_holds():
-    with CheckpointReader(GOLDEN / "text_b") as reader:
-        entry = reader.entry("language_model.model.layers.0.self_attn.A_log")
-        assert (entry.dtype, entry.shape, entry.num_bytes) == (torch.float32, (128,), 512)
-        assert "language_model.model.layers.0.self_attn.a_log" not in reader
 
 
 def test_wrong_config_is_caught_by_names_and_shapes(tmp_path):

@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from openk3.config.model import ConfigError, ModelConfig
 from openk3.model.accounting import account
 from openk3.model.hf import convert_checkpoint, save_pretrained
-from openk3.model.hf_files import CheckpointError, Entry, file_order, split_units, write_safetensors
+from openk3.model.hf_files import (
+    CheckpointError,
+    CheckpointReader,
+    Entry,
+    file_order,
+    split_units,
+    write_safetensors,
+)
 from openk3.model.k3 import K3
 from openk3.runtime.staging import FolderError
 
@@ -128,6 +135,13 @@ def test_writer_agrees_with_the_library(tmp_path):
         assert start % entry.dtype.itemsize == 0
     with pytest.raises(RuntimeError, match="not what was announced"):
         write_safetensors(tmp_path / "y.safetensors", entries, lambda entry: torch.zeros(1))
+
+
+def test_reader_names_what_it_holds():
+    with CheckpointReader(GOLDEN / "text_b") as reader:
+        entry = reader.entry("language_model.model.layers.0.self_attn.A_log")
+        assert (entry.dtype, entry.shape, entry.num_bytes) == (torch.float32, (128,), 512)
+        assert "language_model.model.layers.0.self_attn.a_log" not in reader
 
 
 def test_missing_and_unexpected_tensors_are_listed(folder):
