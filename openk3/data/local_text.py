@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from openk3.data.sources import is_held_out
+
 HELD_OUT_SHARE = 0.05
 MIN_BYTES = 50_000  # below this neither a tokenizer nor a held-out figure means anything
 MAX_FILES = 100_000
@@ -25,7 +27,7 @@ class TextError(ValueError):
 
 @dataclass(frozen=True)
 class TextFile:
-    """One document: `name` is the path relative to the corpus root, with '/' between folders."""
+    """One document: `name` is the path relative to the folder that was given, with '/' between folders."""
 
     name: str
     text: str
@@ -36,7 +38,7 @@ class TextFile:
 class Corpus:
     """Documents in a fixed order, split once by the md5 of their names."""
 
-    root: Path
+    source: str  # what to call it
     train: tuple[TextFile, ...]
     held_out: tuple[TextFile, ...]
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> number of files
@@ -52,8 +54,8 @@ class Corpus:
         return sum(f.num_bytes for f in self.held_out)
 
 
-def gather(path: str | Path | None = None, *, max_bytes: int | None = None) -> Corpus:
-    """Read the text under `path` (a file or folder; None is the standard library without its tests).
+def gather(paths: Sequence[str | Path] = (), *, max_bytes: int | None = None) -> Corpus:
+    """Read the text under `paths` (files or folders; none: the standard library without its tests).
 
     Binary, non-UTF-8, unreadable, empty and repeated files are left out and counted in `skipped`. 5 % of the files,
     chosen by the md5 of their relative path, are held out. Fewer than 60 files are cut into pieces at line ends and
@@ -61,26 +63,25 @@ def gather(path: str | Path | None = None, *, max_bytes: int | None = None) -> C
     order of another md5, and the held-out part gives 5 % of that, a share of every file; no file changes sides.
     Raises TextError if nothing, or less than 50 kB, is left.
     """
-    root, names, is_library = _list(path)
+    files = [file for path in paths for file in _list(path, len(paths) > 1)] if paths else _list_library()
+    source = ", ".join(map(str, paths)) if paths else "Python's standard library"
     skipped: Counter[str] = Counter()
-    kept = _read(root, sorted(names, key=lambda n: _digest("order", n)), skipped, max_bytes)
+    kept = _read(sorted(files, key=lambda file: _digest("order", file[0])), skipped, max_bytes)
     if not kept:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())) or "the folder is empty"
-        raise TextError(
-            f"{path or root}: no text to learn from ({reasons}); pass --text with a file or folder of UTF-8 text"
-        )
-    if len(kept) < _MIN_UNITS and not is_library:
+        raise TextError(f"{source}: no text to learn from ({reasons}); pass --text with a file or folder of UTF-8 text")
+    if len(kept) < _MIN_UNITS:
         kept = _cut(kept)
     total = sum(f.num_bytes for f in kept)
     if total < MIN_BYTES:
         raise TextError(
-            f"{path or root}: only {total:,} bytes of text; at least {MIN_BYTES:,} are needed, pass more with --text"
+            f"{source}: only {total:,} bytes of text; at least {MIN_BYTES:,} are needed, pass more with --text"
         )
     train, held_out = _split(kept)
     if max_bytes is not None:
         train = _sample(train, max_bytes)
         held_out = even_sample(held_out, max(1, round(max_bytes * HELD_OUT_SHARE)))
-    return Corpus(root, tuple(train), tuple(held_out), dict(sorted(skipped.items())))
+    return Corpus(source, tuple(train), tuple(held_out), dict(sorted(skipped.items())))
 
 
 def standard_library() -> Path:
@@ -92,26 +93,22 @@ def _digest(purpose: str, name: str) -> bytes:
     return hashlib.md5(f"{purpose}:{name}".encode("utf-8", "surrogateescape"), usedforsecurity=False).digest()
 
 
-def is_held_out(name: str) -> bool:
-    """Whether the document called `name` is held out: the md5 of the name falls in the lowest 5 %."""
-    digest = hashlib.md5(name.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
+def _list_library() -> list[tuple[str, Path]]:
+    root = standard_library()
+    names = [n for n in _walk(root, _SKIPPED_FOLDERS | _SKIPPED_LIBRARY_FOLDERS) if n.endswith(".py")]
+    if not names:
+        raise TextError(f"{root}: this Python comes without its sources; pass your own text with --text PATH")
+    return [(name, root / name) for name in names]
 
 
-def _list(path: str | Path | None) -> tuple[Path, list[str], bool]:
-    """(root, relative names, whether it is the standard library)."""
-    if path is None:
-        root = standard_library()
-        names = [n for n in _walk(root, _SKIPPED_FOLDERS | _SKIPPED_LIBRARY_FOLDERS) if n.endswith(".py")]
-        if not names:
-            raise TextError(f"{root}: this Python comes without its sources; pass your own text with --text PATH")
-        return root, names, True
+def _list(path: str | Path, whole_names: bool) -> list[tuple[str, Path]]:
+    """(name, file) of everything under `path`; `whole_names` starts names with the path itself."""
     root = Path(path).expanduser()
     if root.is_file():
-        return root.parent, [root.name], False
+        return [(root.as_posix() if whole_names else root.name, root)]
     if not root.is_dir():
         raise TextError(f"{path}: no such file or folder; --text takes a text file or a folder of them")
-    return root, list(_walk(root, _SKIPPED_FOLDERS)), False
+    return [((root / n).as_posix() if whole_names else n, root / n) for n in _walk(root, _SKIPPED_FOLDERS)]
 
 
 def _walk(root: Path, skip: set[str]) -> Iterator[str]:
@@ -127,18 +124,18 @@ def _walk(root: Path, skip: set[str]) -> Iterator[str]:
                     return
 
 
-def _read(root: Path, names: list[str], skipped: Counter[str], max_bytes: int | None) -> list[TextFile]:
+def _read(files: list[tuple[str, Path]], skipped: Counter[str], max_bytes: int | None) -> list[TextFile]:
     """Read files in the given order until the sample is full; returned sorted by name."""
     kept: list[TextFile] = []
     seen: set[bytes] = set()
     total = 0
     limit = (
-        None if max_bytes is None else 2 * max_bytes // (min(len(names), 16) or 1)
+        None if max_bytes is None else 2 * max_bytes // (min(len(files), 16) or 1)
     )  # one huge file must not fill memory
-    for name in names:
+    for name, path in files:
         if max_bytes is not None and total > 1.2 * max_bytes and len(kept) >= _MIN_UNITS:
             break
-        text = _text(root / name, limit, skipped)
+        text = _text(path, limit, skipped)
         if text is None:
             continue
         data = text.encode("utf-8")

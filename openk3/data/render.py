@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-HELD_OUT_SHARE = 0.05
+from openk3.data.sources import is_held_out
+
 CELL = 28  # one image token after 14-pixel patches and the 2x2 merge
 COLORS = {
     "red": (220, 30, 30),
@@ -60,7 +60,7 @@ def render(seed: int, index: int, *, held_out: bool = False) -> Rendered:
     name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
     kind = KINDS[name]
     text = kind.write(rng)
-    while kind.compositional and _is_held_out(text) != held_out:
+    while kind.compositional and is_held_out(text) != held_out:
         text = kind.write(rng)
     return Rendered(name, text, _perturb(draw(text, rng), rng))
 
@@ -75,11 +75,6 @@ def draw(text: str, rng: random.Random | None = None) -> Image.Image:
         if match:
             return kind.paint(match, rng or random.Random(0))
     raise ValueError(f"{text!r}: not a picture's text")
-
-
-def _is_held_out(text: str) -> bool:
-    digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
 def _perturb(image: Image.Image, rng: random.Random) -> Image.Image:

@@ -1,0 +1,93 @@
+"""Sampled continuations, many at a time, and the share of their lines that could be Python."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from openk3.inputs.packed import Packed
+from openk3.inputs.tokenizer import Tokenizer
+from openk3.model.k3 import K3
+from openk3.ops.sampling import sample
+
+# What a line may break off inside of, or close without having opened it.
+_FRAGMENT = ("multi-line", "triple-quoted", "unmatched", "was never closed", "does not match opening")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and what the model wrote after it; `finished` if it ended the document itself."""
+
+    prompt: str
+    text: str
+    finished: bool
+
+
+@torch.no_grad()
+def sample_texts(
+    model: K3,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> list[Sample]:
+    """Continue all prompts at once, each from the start of a document; one pass through the model for every token."""
+    bos, eos = tokenizer.special["[BOS]"], tokenizer.special["[EOS]"]
+    device = model.embed.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = model.new_cache(len(prompts))
+    packed = Packed.join([[bos, *tokenizer.encode(prompt)] for prompt in prompts]).to(device)
+    rows = packed.cu_seqlens[1:].long() - 1
+    written: list[list[int]] = [[] for _ in prompts]
+    finished = [False] * len(prompts)
+    for _ in range(max_tokens):
+        logits_NV = model.logits(model.hidden(packed, cache)[rows])
+        ids = sample(logits_NV, generator, temperature=temperature, top_p=top_p, top_k=0).tolist()
+        for n, token in enumerate(ids):
+            finished[n] = finished[n] or token == eos
+            if not finished[n]:
+                written[n].append(token)
+        if all(finished):
+            break
+        # A finished sequence goes on unread: the others' rows keep their places.
+        packed = Packed.join([[token] for token in ids]).to(device)
+        rows = torch.arange(len(prompts), device=device)
+    texts = [tokenizer.decode(tokens) for tokens in written]
+    return [Sample(*parts) for parts in zip(prompts, texts, finished, strict=True)]
+
+
+def python_share(samples: Sequence[Sample]) -> float:
+    """The fraction of complete, non-blank sampled lines that tokenise as Python; 0 if there are none.
+
+    The first line counts from the prompt's last line on; the last one only if the model ended there.
+    """
+    lines = [line for sample in samples for line in _complete_lines(sample)]
+    return sum(map(tokenises, lines)) / len(lines) if lines else 0.0
+
+
+def tokenises(line: str) -> bool:
+    """Whether Python's tokenizer accepts the line as part of a program.
+
+    Indentation is left out, and a line may open brackets and strings that it does not close and close ones that it did
+    not open, as lines in the middle of a statement do.
+    """
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
+    except tokenize.TokenError as error:
+        return any(reason in str(error) for reason in _FRAGMENT)
+    except SyntaxError:
+        return False
+    return not any(token.type == tokenize.ERRORTOKEN and token.string.strip() for token in tokens)
+
+
+def _complete_lines(sample: Sample) -> list[str]:
+    lines = (sample.prompt.rpartition("\n")[2] + sample.text).split("\n")
+    kept = lines if sample.finished else lines[:-1]
+    return [line for line in kept if line.strip()]
