@@ -2,7 +2,8 @@
 
 Per KDA layer: the state [N, H, K, V] and the last raw q, k and v projections [N, C, 4]. Per MLA layer: one row per
 token of normed latent and shared key (576 values in the released model); keys and values are never kept expanded.
-Depth sources are rebuilt in every pass. A pass writes beside what is committed, so one that raises changes nothing.
+Depth sources are rebuilt in every pass. A pass writes beside what is committed and every layer writes in every pass, so
+one that raises changes nothing.
 """
 
 from __future__ import annotations
@@ -57,10 +58,6 @@ class KdaCache:
         if self._next is not None:
             (self.state_NHKV, self.windows), self._next = self._next, None
 
-    def rollback(self) -> None:
-        """Forget what was written and not committed."""
-        self._next = None
-
     def snapshot(self) -> Any:
         """A copy that later passes cannot change."""
         return self.state_NHKV.clone(), tuple(window.clone() for window in self.windows)
@@ -99,10 +96,6 @@ class MlaCache:
         """Take over what was appended."""
         if self._next is not None:
             self.lengths, self._next = self._next, None
-
-    def rollback(self) -> None:
-        """Forget what was appended and not committed."""
-        self._next = None
 
     def snapshot(self) -> Any:
         """A copy that later passes cannot change."""
@@ -147,14 +140,12 @@ class DenseCache:
         self.mtp = mla() if text.num_nextn_predict_layers else None
 
     def check(self, sequences: Sequences) -> None:
-        """Whether the pass fits this cache; forgets what a failed pass left behind."""
+        """Raise ValueError if the pass does not fit this cache."""
         if len(sequences.lengths) != len(self.lengths):
             raise ValueError(
                 f"cache: holds {len(self.lengths)} sequences, the batch has {len(sequences.lengths)};"
                 " pass every sequence each time, an empty one where nothing is new"
             )
-        for layer in self.layers:
-            layer.rollback()
 
     def commit(self, sequences: Sequences) -> None:
         """Take over what every backbone layer wrote in the pass."""

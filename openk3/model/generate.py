@@ -58,8 +58,10 @@ def prefill(model: K3, packed: Packed, cache: DenseCache, chunk: int = PREFILL_C
 
 @torch.no_grad()
 def _step(model: K3, cache: DenseCache, last_id: int) -> Tensor:
-    packed = Packed.join([[last_id]]).to(model.embed.weight.device)
-    return model.logits(model.backbone(model.embed(packed.token_ids_T), packed.cu_seqlens, cache))
+    device = model.embed.weight.device
+    x_TD = model.embed(torch.tensor([last_id], device=device))
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    return model.logits(model.backbone(x_TD, cu_seqlens, cache))
 
 
 def _stream(
