@@ -30,14 +30,13 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def allocate(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str) -> None:
     """Give a model that was built on the meta device memory; its values are undefined."""
-    for prefix, module in model.named_modules():
-        for values in (module._parameters, module._buffers):
-            for leaf, old in values.items():
-                if old is None:
-                    continue
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                new = torch.empty(old.shape, dtype=stored_dtype(name, dtype), device=device)
-                values[leaf] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+    for name, old in [*model.named_parameters(), *model.named_buffers()]:
+        path, _, leaf = name.rpartition(".")
+        new = torch.empty(old.shape, dtype=stored_dtype(name, dtype), device=device)
+        if isinstance(old, nn.Parameter):
+            model.get_submodule(path).register_parameter(leaf, nn.Parameter(new))
+        else:
+            model.get_submodule(path).register_buffer(leaf, new)
 
 
 def keeping_float32(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -172,9 +172,10 @@ class FrameAttention:
         """o_THK, scale K^-0.5."""
         sizes = [items * frames * patches for items, frames, patches in self.runs]
         parts = zip(q_THK.split(sizes), k_THK.split(sizes), v_THK.split(sizes))
-        return torch.cat([self._run(*qkv, *run) for qkv, run in zip(parts, self.runs)])
+        return torch.cat([self._run(*qkv, run) for qkv, run in zip(parts, self.runs)])
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, items: int, frames: int, patches: int) -> Tensor:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, run: tuple[int, int, int]) -> Tensor:
+        items, frames, patches = run
         if not self.factorised or frames == 1:
             return _attend(q, k, v, items)
         v = _attend(q, k, v, items * frames)

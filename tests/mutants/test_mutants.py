@@ -214,9 +214,7 @@ def corners_aligned(patch: Patch) -> None:
 
 def frames_apart(patch: Patch) -> None:
     """The released tower attends over all frames of an item at once."""
-    patch.setattr(
-        vision.FrameAttention, "_run", lambda self, q, k, v, items, frames, _: vision._attend(q, k, v, items * frames)
-    )
+    patch.setattr(vision.FrameAttention, "_run", lambda self, q, k, v, run: vision._attend(q, k, v, run[0] * run[1]))
 
 
 def merged_by_columns(patch: Patch) -> None:
