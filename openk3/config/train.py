@@ -19,6 +19,7 @@ class DataConfig:
     paths: tuple[str, ...] = ()  # text, Markdown, Python and JSONL files, or folders of them
     weights: tuple[float, ...] = ()  # share of the tokens for each path; empty: every document once per epoch
     tokenizer: str = ""  # folder or tiktoken.model to use; empty: train one on the training documents
+    held_out_paths: tuple[str, ...] = ()  # documents for validation; empty: some of the training documents are kept
     held_out_percent: int = 5  # documents kept for validation, chosen by the md5 of their path
     stages: tuple[tuple[float, int], ...] = ((1.0, 8192),)  # length curriculum: (fraction of the tokens, window length)
     batch_tokens: int = 65536  # tokens of one optimizer step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,9 +100,9 @@ class Encoder:
         """The Document of one record, by its fields.
 
         {"text"}: BOS, text, EOS, loss on everything after BOS. {"messages", optional "tools", "thinking", "effort",
-        "images" (or "image" in the image parts)}: a conversation, loss on the assistant's tokens. {"image" (path,
-        bytes, PIL image, array, or a list of them), "text", optional "prompt"}: BOS, image, prompt without loss, text
-        and EOS with loss. Raises DataError.
+        "images" (or "image" in the image parts)}: a conversation, loss on the assistant's tokens. {"image" (path, data
+        URI, bytes, PIL image, array, or a list of them), "text", optional "prompt"}: BOS, image, prompt without loss,
+        text and EOS with loss. Raises DataError.
         """
         kind, fields = record_kind(record), record.fields
         if kind == "messages":
@@ -133,9 +135,8 @@ class Encoder:
             raise DataError(f"{record.where}: has an image, but the model has no vision part (vision_config)")
         items, sizes = [], []
         for image in given:
-            image = record.folder / image if isinstance(image, str | Path) else image
             try:
-                patches = preprocess_image(image, self.images)
+                patches = preprocess_image(_given(image, record.folder), self.images)
             except ImageError as error:
                 raise DataError(f"{record.where}: {error}") from None
             items.append(patches.media)
@@ -155,6 +156,16 @@ class Encoder:
             raise DataError(f"{key}: {len(places)} image places in the text for {len(images)} images")
         blocks = tuple(Block(start, place, stop + 1) for start, place, stop in zip(begins, places, ends, strict=True))
         return Document(key, id_array, target_array, images, blocks)
+
+
+def _given(image: Any, folder: Path) -> Any:
+    """What an image field holds: the bytes of a data: URI, a path relative to the record's folder, else the image."""
+    if isinstance(image, str) and image.startswith("data:"):
+        try:
+            return base64.b64decode(image.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise ImageError(f"data URI: not base64 ({error})") from None
+    return folder / image if isinstance(image, str | Path) else image
 
 
 def record_kind(record: Record) -> str:

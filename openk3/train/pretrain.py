@@ -54,6 +54,8 @@ def pretrain(
     pools = list(sources) if sources is not None else [Files(path) for path in config.data.paths]
     if not pools:
         raise ConfigError("data.paths: nothing to train on; name text files, JSONL files or folders of them")
+    if held_out is None and config.data.held_out_paths:
+        held_out = [Files(path) for path in config.data.held_out_paths]
     train, held = _split(pools, held_out, config)
     tokenizer = _tokenizer(config, run, tokenizer, train)
     config = fit_to_tokenizer(config, tokenizer)
