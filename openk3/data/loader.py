@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from openk3.data.documents import DataError, Document, Encoder
-from openk3.data.packing import Origin, Span, Window, next_span, pack, take
+from openk3.data.packing import LOOKAHEAD, Origin, Span, Window, next_span, pack, take
 from openk3.data.sources import Documents, Joined, Source
 from openk3.inputs.packed import Packed
 
@@ -124,9 +124,9 @@ class Loader:
         return [self._micro_batch(seq_len, budget) for _ in range(max(1, round(self.batch_tokens / budget)))]
 
     def _micro_batch(self, seq_len: int, budget: int) -> Packed:
-        """Twice the budget is kept pending, so that the packer has something to choose from."""
+        """Twice the budget, and enough windows, are kept pending, so that the packer has something to choose from."""
         waiting = sum(window.span.num_tokens for window in self.pending)
-        while waiting < 2 * budget:
+        while waiting < 2 * budget or len(self.pending) <= LOOKAHEAD:
             shares = [stream.tokens / weight for stream, weight in zip(self.streams, self.weights, strict=True)]
             window = self.streams[shares.index(min(shares))].next_window(seq_len)
             self.pending.append(window)

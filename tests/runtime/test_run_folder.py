@@ -1,0 +1,42 @@
+"""The run folder's places, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from openk3.runtime.run_folder import RunFolder, write_atomic, write_json
+
+
+def test_places(tmp_path: Path) -> None:
+    """Names inside the folder; a run is there once its configuration is."""
+    run = RunFolder.at(tmp_path / "r")
+    names = [path.name for path in (run.config, run.metrics, run.checkpoints, run.tokenizer, run.model, run.report)]
+    assert names == ["run.json", "metrics.jsonl", "checkpoints", "tokenizer", "model", "report.html"]
+    assert not run.is_run and not run.path.exists()
+    write_json(run.config, {"steps": 3})
+    assert run.is_run and json.loads(run.config.read_text()) == {"steps": 3}
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`~/runs/x` is where the shell would put it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFolder.at("~/runs/x").path == tmp_path / "runs" / "x"
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """An error while writing keeps the old content and no temporary file."""
+    path = tmp_path / "a.json"
+    write_json(path, [1])
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, fail)
+    assert json.loads(path.read_text()) == [1] and os.listdir(tmp_path) == ["a.json"]
