@@ -29,7 +29,7 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (normal * weight * torch.sigmoid(at_least_float32(gate))).to(gate.dtype)
 
 
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum x^2 + eps) over the last dimension, in at least float32 (eps inside the root)."""
+def l2_norm(x: Tensor, eps: float = 1e-6, *, scale: float = 1.0) -> Tensor:
+    """scale * x / sqrt(sum x^2 + eps) over the last dimension, in at least float32 (eps inside the root)."""
     wide = at_least_float32(x)
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps) * scale)

@@ -21,11 +21,11 @@ _SOLVE = 16  # size of the triangles that are solved directly
 class Factors:
     """exp of sums of log decay; all but `inner` are <= 1, and shaped [M, H, tiles, 1, 1, K] to multiply read rows."""
 
-    inner_MHtsK: Tensor | None  # token against the middle of its tile; None for one-token tiles, where it is 1
+    inner: Tensor | None  # token against the middle of its tile; None for one-token tiles, where it is 1
     read: Tensor  # chunk start -> tile middle
     write: Tensor  # tile middle -> chunk end
     halves: dict[int, Tensor]  # half-block length -> tile middle to (or from) the border of the two halves
-    total_MHK: Tensor  # the whole chunk
+    total: Tensor  # the whole chunk
 
 
 @lru_cache(maxsize=32)
@@ -82,7 +82,7 @@ def _cross_operands(reads: Tensor, writes: Tensor, factor: Tensor, half: int) ->
     tile, K = reads.shape[-2:]
     write_factor, read_factor = _half_blocks(factor, half, tile)
     rows = _half_blocks(reads, half, tile)[1] * read_factor
-    columns = _half_blocks(writes, half, tile)[0] * write_factor[..., 0, :, :]
+    columns = _half_blocks(writes, half, tile)[0] * write_factor[:, :, :, :, 0]
     return rows.view(-1, 2 * half, K), columns.view(-1, half, K)
 
 
@@ -137,7 +137,7 @@ def score_backward(grad: Tensor, reads: Tensor, writes: Tensor, factors: Factors
         target = _half_blocks(d_reads, half, tile)[1]
         target.addcmul_(torch.bmm(across, columns).view(target.shape), read_factor)
         target = _half_blocks(d_writes, half, tile)[0]
-        target.addcmul_(torch.bmm(across.mT, rows).view(target.shape), write_factor[..., 0, :, :])
+        target.addcmul_(torch.bmm(across.mT, rows).view(target.shape), write_factor[:, :, :, :, 0])
     return d_reads, d_writes
 
 
