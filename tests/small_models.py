@@ -54,7 +54,7 @@ def small_run(**changes: object) -> PretrainConfig:
     """A run of `small_model` on the CPU, without data."""
     data = DataConfig(stages=((1.0, 64),), batch_tokens=128, micro_batch_tokens=64)
     config = PretrainConfig(model=small_model(), data=data, optim=OptimConfig(lr=1e-2, min_lr=1e-3), steps=10)
-    return dataclasses.replace(config, device="cpu", dtype="float32", **changes)  # pyrefly: ignore
+    return dataclasses.replace(config, **{"device": "cpu", "dtype": "float32", **changes})  # pyrefly: ignore
 
 
 def random_batch(seed: int, lengths: tuple[int, ...] = (40, 24), images: int = 0) -> Packed:

@@ -109,7 +109,7 @@ def _extra(path: Path, config: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not a checkpoint, or damaged ({error})") from None
     if extra.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {extra.get('format')!r}; this version reads format {FORMAT}")
-    if extra["model"] != config.to_dict():
+    if extra["model"] != _shapes(config):
         raise CheckpointError(
             f"{path}: holds another model than this configuration describes; resume with its own run.json"
         )
@@ -134,7 +134,7 @@ def _write(state: TrainState, staging: Path) -> None:
         "seconds": state.seconds,
         "loader": None if state.loader is None else state.loader.state_dict(),
         "generators": _generators(),
-        "model": state.config.model.to_dict(),
+        "model": _shapes(state.config.model),
     }
     with _quiet():
         dcp.save({**_tensors(state), "balance": state.balance.state_dict()}, checkpoint_id=staging, no_dist=True)
@@ -152,6 +152,11 @@ def _tensors(state: TrainState) -> dict[str, Any]:
 
 def _weights(model: K3) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _shapes(config: ModelConfig) -> dict[str, Any]:
+    """A model's configuration as JSON reads it back."""
+    return json.loads(config.to_json())
 
 
 def _generators() -> dict[str, Any]:

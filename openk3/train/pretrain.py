@@ -57,7 +57,7 @@ def pretrain(
     if held_out is None and config.data.held_out_paths:
         held_out = [Files(path) for path in config.data.held_out_paths]
     train, held = _split(pools, held_out, config)
-    tokenizer = _tokenizer(config, run, tokenizer, train)
+    tokenizer = Tokenizer.load(run.tokenizer) if resume else _tokenizer(config, run, tokenizer, train)
     config = fit_to_tokenizer(config, tokenizer)
     encoder = Encoder(tokenizer, vision=config.model.vision, max_image_tokens=_max_image_tokens(config))
     state = TrainState.build(config, _loader(config, train, encoder))
@@ -124,9 +124,7 @@ def _split(
 
 
 def _tokenizer(config: PretrainConfig, run: RunFolder, given: Tokenizer | None, train: Sequence[Source]) -> Tokenizer:
-    """The run's own tokenizer if it has one; else the given, the named, or a newly trained one, kept in the run."""
-    if run.tokenizer.is_dir():
-        return Tokenizer.load(run.tokenizer)
+    """The given tokenizer, the named one, or one trained on the training documents; kept in the run."""
     if given is None and config.data.tokenizer:
         given = Tokenizer.load(config.data.tokenizer)
     if given is None:
