@@ -321,6 +321,6 @@ def test_control_tokens_decode_to_their_names(small):
 
 def test_inputs_need_no_torch():
     """Only packed.py needs torch: a chat client or an agent imports the rest without it."""
-    names = ["tokenizer", "chat", "chat_parse"]
+    names = ["tokenizer", "chat", "chat_parse", "images", "video"]
     code = "import sys\n" + "".join(f"import openk3.inputs.{n}\n" for n in names) + "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
