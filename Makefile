@@ -39,7 +39,7 @@ check: setup ## lint, format, types, layers, code shape
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest tests/test_code_shape.py tests/test_imports.py
 
 format: setup ## rewrite files in the project's format

@@ -109,7 +109,7 @@ def test_every_module_says_its_purpose_in_one_sentence() -> None:
     bad = []
     for path in sources(*CODE, "tests"):
         first, _, rest = (ast.get_docstring(parsed(path)[1]) or "").partition("\n")
-        one_sentence = first.endswith(".") and not re.search(r"[a-z0-9)`]\. [A-Z]", first)
+        one_sentence = first.endswith((".", "?")) and not re.search(r"[a-z0-9)`]\. [A-Z]", first)
         if not one_sentence or (rest and not rest.startswith("\n")):
             bad.append(str(path.relative_to(ROOT)))
     assert bad == []
