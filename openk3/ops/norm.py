@@ -1,7 +1,14 @@
-"""RMSNorm, the head-wise gated RMSNorm behind KDA, and the L2 norm of queries and keys."""
+"""RMSNorm, the head-wise gated RMSNorm behind KDA, and the L2 norm of queries and keys.
+
+Each is one autograd step with a short backward pass: on a CPU a norm costs memory traffic, and the generic graph of
+square, mean, root and products reads and writes the activations three times as often.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -12,24 +19,98 @@ def at_least_float32(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension to unit mean square, cast back to x.dtype, then multiply by weight.
 
-    x [..., D], weight [D] -> [..., D] in the promoted dtype of both.
+    x [..., D], weight [D] -> [..., D] in the promoted dtype of both; the normalisation is in at least float32.
     """
-    wide = at_least_float32(x)
-    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normal.to(x.dtype) * weight
+    return _RmsNorm.apply(x, weight, eps)
 
 
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of o times weight times sigmoid(gate), all in at least float32, then one cast to gate.dtype.
 
-    o and gate [..., V], weight [V] -> [..., V].
+    o and gate [..., V], weight [V] -> [..., V] (report §2.1, output gate of KDA).
     """
-    wide = at_least_float32(o)
-    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normal * weight * torch.sigmoid(at_least_float32(gate))).to(gate.dtype)
+    return _GatedRmsNorm.apply(o, gate, weight, eps)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6, *, scale: float = 1.0) -> Tensor:
     """scale * x / sqrt(sum x^2 + eps) over the last dimension, in at least float32 (eps inside the root)."""
-    wide = at_least_float32(x)
-    return wide * (torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps) * scale)
+    return _L2Norm.apply(x, eps, scale)
+
+
+def _sum_of_squares(wide: Tensor) -> Tensor:
+    """Over the last dimension, kept: one pass and no temporary of x's size."""
+    return torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+
+
+def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
+    return _sum_of_squares(wide).div_(wide.shape[-1]).add_(eps).rsqrt_()
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    """Sum over all dimensions but the last."""
+    return x.reshape(-1, x.shape[-1]).sum(0)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = at_least_float32(x)
+        inverse = _inverse_rms(wide, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        normal = wide * inverse
+        return normal.mul_(weight) if normal.dtype == x.dtype == weight.dtype else normal.to(x.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        d_y, wide_weight = at_least_float32(grads[0]), weight.to(inverse.dtype)
+        normal = at_least_float32(x) * inverse
+        product = d_y * normal
+        d_weight = _row_sum(product).to(weight.dtype)
+        along = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
+        d_x = (d_y * wide_weight).addcmul_(normal, along, value=-1).mul_(inverse)
+        return d_x.to(x.dtype), d_weight, None
+
+
+class _GatedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = at_least_float32(o)
+        inverse = _inverse_rms(wide, eps)
+        ctx.save_for_backward(o, gate, weight, inverse)
+        normal = (wide * inverse).mul_(weight)
+        return normal.mul_(torch.sigmoid(at_least_float32(gate))).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        o, gate, weight, inverse = ctx.saved_tensors
+        wide_weight = weight.to(inverse.dtype)
+        opened = torch.sigmoid(at_least_float32(gate))
+        normal = at_least_float32(o) * inverse
+        d_scaled = at_least_float32(grads[0]) * opened
+        product = d_scaled * normal
+        d_weight = _row_sum(product).to(weight.dtype)
+        along = (product @ wide_weight).div_(o.shape[-1]).unsqueeze(-1)
+        d_o = d_scaled.mul_(wide_weight).addcmul_(normal, along, value=-1).mul_(inverse)
+        d_gate = product.mul_(wide_weight).mul_(opened.neg_().add_(1))
+        return d_o.to(o.dtype), d_gate.to(gate.dtype), d_weight, None
+
+
+class _L2Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, scale: float) -> Tensor:
+        wide = at_least_float32(x)
+        inverse = _sum_of_squares(wide).add_(eps).rsqrt_().mul_(scale)
+        y = wide * inverse
+        ctx.save_for_backward(y, inverse)
+        ctx.scale, ctx.dtype = scale, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, inverse = ctx.saved_tensors
+        along = (grads[0] * y).sum(-1, keepdim=True).mul_(-(ctx.scale**-2))
+        return torch.addcmul(grads[0], y, along).mul_(inverse).to(ctx.dtype), None, None

@@ -1,8 +1,17 @@
-"""Causal depthwise convolution of a few taps with SiLU, over packed sequences with a carried window."""
+"""Causal depthwise convolution of a few taps with SiLU, over packed sequences with a carried window.
+
+All tokens are convolved as one long sequence by shifted multiply-adds; then the first tokens of each sequence, whose
+taps reach before its start, are computed again with the window in place of the foreign tokens.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import at_least_float32
 
@@ -15,17 +24,102 @@ def short_conv(
     cu_seqlens: Tensor | None = None,
     activation: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """y_t = SiLU(sum_i w[:, i] * x[t - W + 1 + i]) inside each sequence, zeros (or the window) before its start."""
-    num_taps = weight_CW.shape[1]
-    bounds = [0, x_TC.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
+    """y_t = SiLU(sum_i w[:, i] * x[t - W + 1 + i]) inside each sequence (report §2.1, W = 4).
+
+    Before a sequence's start come the last W - 1 inputs of its window, or zeros. Accumulates in at least float32 and
+    returns y [T, C] in x.dtype with the new window [N, C, W]: the last W raw inputs, oldest first. An empty sequence
+    keeps its window. cu_seqlens None means one sequence. Differentiable in x, weight and window.
+    """
+    num_tokens, C = x_TC.shape
+    taps = weight_CW.shape[1]
+    bounds = (0, num_tokens) if cu_seqlens is None else tuple(cu_seqlens.tolist())
     if window_NCW is None:
-        window_NCW = x_TC.new_zeros(len(bounds) - 1, x_TC.shape[1], num_taps)
-    outputs, windows = [], []
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:])):
-        full_CT = torch.cat([window_NCW[n].to(x_TC.dtype), x_TC[start:end].T], dim=1)
-        windows.append(full_CT[:, -num_taps:])
-        wide = at_least_float32(full_CT[:, 1:])[None]
-        weight = weight_CW.to(wide.dtype)[:, None]
-        outputs.append(F.conv1d(wide, weight, groups=x_TC.shape[1])[0].T)
-    y_TC = torch.cat(outputs)
-    return (F.silu(y_TC) if activation else y_TC).to(x_TC.dtype), torch.stack(windows)
+        window_NCW = x_TC.new_zeros(len(bounds) - 1, C, taps)
+    window_NWC = window_NCW.to(x_TC.dtype).transpose(1, 2)
+    y_TC, recent_NWC = _ShortConv.apply(x_TC, weight_CW, window_NWC, _edges(bounds, taps, x_TC.device), activation)
+    return y_TC, recent_NWC.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """Which tokens lie near a sequence's start or end, and where their inputs are.
+
+    Inputs are looked up in a pool: the windows' N * W rows, then the rows of `token_P`.
+    """
+
+    head_B: Tensor  # tokens at positions 0 .. W - 2 of their sequence
+    token_P: Tensor  # tokens that the pool needs
+    reach_X: Tensor  # pool row of each tap of each head token, [B * W]
+    recent_X: Tensor  # pool row of each slot of the new windows, [N * W]
+
+
+@lru_cache(maxsize=64)
+def _edges(bounds: tuple[int, ...], taps: int, device: torch.device) -> _Edges:
+    """Edges of sequences [bounds[n], bounds[n + 1]); remembered, because every layer of a step asks again."""
+    start_N = torch.tensor(bounds)[:-1]
+    length_N = torch.tensor(bounds).diff()
+    position_NB = torch.arange(taps - 1).expand(len(length_N), -1)
+    near_NB = position_NB < length_N[:, None]
+    sequence_B = near_NB.nonzero()[:, 0]
+    head_B = (start_N[:, None] + position_NB)[near_NB]
+    back_W = torch.arange(taps)
+    reach_X = (position_NB[near_NB][:, None] - taps + 1 + back_W).flatten()
+    recent_X = (length_N[:, None] - taps + back_W).flatten()
+    position_X = torch.cat([reach_X, recent_X])
+    sequence_X = torch.cat([sequence_B, torch.arange(len(length_N))]).repeat_interleave(taps)
+    inside_X = position_X >= 0
+    row_X = sequence_X * taps + taps + position_X
+    row_X[inside_X] = len(length_N) * taps + torch.arange(int(inside_X.sum()))
+    token_P = (start_N[sequence_X] + position_X)[inside_X]
+    reach, recent = row_X.split([len(reach_X), len(recent_X)])
+    return _Edges(head_B.to(device), token_P.to(device), reach.to(device), recent.to(device))
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, window: Tensor, edges: _Edges, activation: bool
+    ) -> tuple[Tensor, Tensor]:
+        N, W, C = window.shape
+        wide = at_least_float32(x)
+        weight_WC = weight.to(wide.dtype).T.contiguous()
+        y = wide * weight_WC[-1]
+        for shift in range(1, min(W, len(x))):
+            y[shift:].addcmul_(wide[:-shift], weight_WC[W - 1 - shift])
+        pool = torch.cat([window.reshape(-1, C), x.index_select(0, edges.token_P)])
+        reach = at_least_float32(pool.index_select(0, edges.reach_X)).view(-1, W, C)
+        y.index_copy_(0, edges.head_B, (reach * weight_WC).sum(1))
+        ctx.save_for_backward(x, weight, reach, y if activation else None)
+        ctx.set_materialize_grads(False)
+        ctx.edges, ctx.pool_rows, ctx.activation = edges, len(pool), activation
+        recent = pool.index_select(0, edges.recent_X).view(N, W, C)
+        return (F.silu(y) if activation else y).to(x.dtype), recent
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_out, d_recent = grads
+        x, weight, reach, y = ctx.saved_tensors
+        edges, (_, W, C) = ctx.edges, reach.shape
+        wide = at_least_float32(x)
+        weight_WC = weight.to(wide.dtype).T.contiguous()
+        d_y = torch.zeros_like(wide) if d_out is None else at_least_float32(d_out)
+        d_y = torch.ops.aten.silu_backward(d_y, y) if ctx.activation else d_y.clone()
+        d_head = d_y.index_select(0, edges.head_B)
+        d_y.index_fill_(0, edges.head_B, 0)
+        d_x = d_y * weight_WC[-1]
+        product = d_y * wide
+        d_weight = [product.sum(0)]
+        for shift in range(1, min(W, len(x))):
+            d_x[:-shift].addcmul_(d_y[shift:], weight_WC[W - 1 - shift])
+            d_weight.append(torch.mul(d_y[shift:], wide[:-shift], out=product[shift:]).sum(0))
+        d_weight += [torch.zeros_like(d_weight[0])] * (W - len(d_weight))
+        d_weight_WC = torch.stack(d_weight[::-1]).add_((d_head[:, None] * reach).sum(0))
+        d_pool = wide.new_zeros(ctx.pool_rows, C)
+        d_pool.index_add_(0, edges.reach_X, (d_head[:, None] * weight_WC).view(-1, C))
+        if d_recent is not None:
+            d_pool.index_add_(0, edges.recent_X, at_least_float32(d_recent).reshape(-1, C))
+        num_window_rows = ctx.pool_rows - len(edges.token_P)
+        d_x.index_add_(0, edges.token_P, d_pool[num_window_rows:])
+        d_window = d_pool[:num_window_rows].view(-1, W, C)
+        return d_x.to(x.dtype), d_weight_WC.T.to(weight.dtype), d_window.to(x.dtype), None, None

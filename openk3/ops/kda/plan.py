@@ -29,7 +29,7 @@ class ChunkPlan:
         return sum(self.active)
 
     def spread(self, x_T: Tensor, *, zero: bool) -> Tensor:
-        """Put tokens [T, ...] into rows [M, chunk, ...]; padding is zero, or if not `zero` any token of its sequence."""
+        """Put tokens [T, ...] into rows [M, chunk, ...]; padding is zero, or any token of its sequence."""
         rows = x_T.contiguous() if self.token_R is None else x_T.index_select(0, self.token_R)
         if zero and len(self.padding_P):
             rows.index_fill_(0, self.padding_P, 0)

@@ -1,10 +1,12 @@
 """Kimi Delta Attention by definition: the decay gate and the recurrence, token by token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import at_least_float32, l2_norm
 
@@ -28,11 +30,31 @@ class KdaGate:
 
 def kda_gate(decay_logit_THK: Tensor, gate: KdaGate) -> Tensor:
     """Log decay g (natural log, at least float32) of decay logits [..., H, K]; same shape."""
-    z = at_least_float32(decay_logit_THK) + gate.dt_bias_HK
-    slope = at_least_float32(gate.A_log_H).exp()[:, None]
+    logit, A_log_H, dt_bias_HK = (at_least_float32(x) for x in (decay_logit_THK, gate.A_log_H, gate.dt_bias_HK))
     if gate.lower_bound is None:
-        return -slope * F.softplus(z, threshold=40.0)
-    return gate.lower_bound * torch.sigmoid(slope * z)
+        return -A_log_H.exp()[:, None] * F.softplus(logit + dt_bias_HK, threshold=40.0)
+    return _BoundedGate.apply(logit, A_log_H, dt_bias_HK, gate.lower_bound)
+
+
+class _BoundedGate(torch.autograd.Function):
+    """bound * sigmoid(exp(A_log) * (logit + dt_bias)) as one step: it touches every key channel of every token."""
+
+    @staticmethod
+    def forward(ctx: Any, logit: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float) -> Tensor:
+        slope = A_log.exp()[:, None]
+        opened = (logit + dt_bias).mul_(slope).sigmoid_()
+        ctx.save_for_backward(logit, dt_bias, slope, opened)
+        ctx.bound = bound
+        return opened * bound
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logit, dt_bias, slope, opened = ctx.saved_tensors
+        d_logit = torch.ops.aten.sigmoid_backward(grads[0], opened).mul_(slope * ctx.bound)
+        d_bias = d_logit.flatten(0, -3).sum(0)
+        d_A_log = (d_logit * logit).flatten(0, -3).sum((0, 2)) + (d_bias * dt_bias).sum(1)
+        return d_logit, d_A_log, d_bias, None
 
 
 def recurrent_kda(
