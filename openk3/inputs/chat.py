@@ -136,13 +136,16 @@ class _Writer:
         self.assistant = False
 
     def control(self, text: str) -> None:
+        """A piece that may be control tokens."""
         self.segments.append(Segment(text, True, self.assistant))
 
     def text(self, text: str) -> None:
+        """A piece of ordinary text; nothing if empty."""
         if text:
             self.segments.append(Segment(text, False, self.assistant))
 
     def open(self, tag: str, attributes: Sequence[tuple[str, Any]] = ()) -> None:
+        """An opening tag."""
         self.control(OPEN)
         self.text(tag)
         for key, value in attributes:
@@ -153,23 +156,27 @@ class _Writer:
         self.control(SEP)
 
     def close(self, tag: str) -> None:
+        """A closing tag."""
         self.control(CLOSE)
         self.text(tag)
         self.control(SEP)
 
     def system(self, kind: str, body: str) -> None:
+        """A whole option message."""
         self.open("message", [("role", "system"), ("type", kind)])
         self.text(body)
         self.close("message")
         self.control(END)
 
     def message(self, attributes: Sequence[tuple[str, Any]], message: dict[str, Any], where: str) -> None:
+        """A whole message that is not the assistant's."""
         self.open("message", attributes)
         self.content(message.get("content"), where)
         self.close("message")
         self.control(END)
 
     def content(self, content: Any, where: str) -> None:
+        """Text, or a list of text and media parts."""
         if content is None or isinstance(content, str):
             self.text(content or "")
             return
