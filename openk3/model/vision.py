@@ -212,7 +212,8 @@ class MoonViT(nn.Module):
                     f"image {n}: grid {(frames, rows, columns)} exceeds {self.max_frames} frames"
                     f" or {MAX_SIDE} patches on a side; preprocess it first"
                 )
-        order = sorted(range(len(images)), key=lambda n: (images[n].grid_thw[0], *images[n].grid_thw[1:]))
+        # Equal lengths side by side: attention then takes each run of them in one batch.
+        order = sorted(range(len(images)), key=lambda n: (images[n].grid_thw[0], images[n].num_tokens))
         grids = [images[n].grid_thw for n in order]
         x_TD = self.patch_embed(torch.cat([images[n].pixels_N3PP for n in order]), grids)
         parts = self.encoder(x_TD, grids).split([t * h * w for t, h, w in grids])
