@@ -46,7 +46,7 @@ class _MixDepth(torch.autograd.Function):
         mixed_TD = sources[0].to(wide) * probs_LT[0].unsqueeze(1)
         for source_TD, prob_T in zip(sources[1:], probs_LT[1:]):
             mixed_TD.addcmul_(source_TD.to(wide), prob_T.unsqueeze(1))
-        ctx.save_for_backward(vector_D, probs_LT, scores_LT, torch.stack(rrms), *sources)
+        ctx.save_for_backward(vector_D, scores_LT, torch.stack(rrms), *sources)
         ctx.set_materialize_grads(False)
         probs_TL = probs_LT.T
         ctx.mark_non_differentiable(probs_TL)
@@ -56,12 +56,12 @@ class _MixDepth(torch.autograd.Function):
     @once_differentiable
     # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        vector_D, probs_LT, scores_LT, rrms_LT, *sources = ctx.saved_tensors
+        vector_D, scores_LT, rrms_LT, *sources = ctx.saved_tensors
         grad_out = grads[0]
         if grad_out is None:
             return (None,) * (2 + len(sources))
         wide = vector_D.dtype
-        grad_TD = grad_out.to(wide)
+        grad_TD, probs_LT = grad_out.to(wide), scores_LT.softmax(0)
         values = [source_TD.to(wide) for source_TD in sources]
         grad_probs_LT = torch.stack([torch.linalg.vecdot(grad_TD, value_TD) for value_TD in values])
         grad_scores_LT = probs_LT * (grad_probs_LT - (probs_LT * grad_probs_LT).sum(0))
