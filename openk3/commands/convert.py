@@ -62,21 +62,24 @@ def from_training(flags: Convert, saved: Path) -> None:
 
 def from_released(flags: Convert) -> None:
     """Another number format for a released-layout folder, without building the model."""
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="converting") as bar:
+    bars: list[tqdm] = []
 
-        def on_progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def on_progress(done: int, total: int) -> None:
+        if not bars:  # not before the first file is written: an error comes alone
+            bars.append(tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="converting"))
+        bars[0].update(done - bars[0].n)
 
-        convert_checkpoint(
-            model_in(flags.source) or flags.source,
-            flags.target,
-            experts=None if flags.experts == "keep" else flags.experts,
-            dtype=None if flags.dtype == "keep" else flags.dtype,
-            scale_rule=flags.rule,
-            shard_bytes=flags.shard_mib * MIB,
-            on_progress=on_progress,
-        )
+    convert_checkpoint(
+        model_in(flags.source) or flags.source,
+        flags.target,
+        experts=None if flags.experts == "keep" else flags.experts,
+        dtype=None if flags.dtype == "keep" else flags.dtype,
+        scale_rule=flags.rule,
+        shard_bytes=flags.shard_mib * MIB,
+        on_progress=on_progress,
+    )
+    for bar in bars:
+        bar.close()
 
 
 def to_run(flags: Convert) -> None:

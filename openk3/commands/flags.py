@@ -26,8 +26,8 @@ class Quickstart:
 
     minutes: float = 8.0
     """Time for everything, in minutes; the plan is fitted to this machine's speed."""
-    text: Path | None = None
-    """Your own text: a file or a folder; default: the Python standard library's sources."""
+    text: tuple[Path, ...] = ()
+    """Your own text files or folders; default: the Python standard library's sources."""
     out: Path | None = None
     """Run folder to make; default: runs/<date and time>."""
     seed: Seed = 0
@@ -199,9 +199,10 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
 
 def starting_config(arguments: Sequence[str]) -> PretrainConfig:
     """What the flags of `pretrain` override: the resumed run's configuration, or the recipe's (tiny for --help)."""
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
-    resumed = next((word.partition("=")[2] or after for word, after in pairs if word.split("=")[0] == "--resume"), "")
-    if resumed:
-        return PretrainConfig.from_json(resumed)
+    for index, word in enumerate(arguments):
+        flag, _, value = word.partition("=")
+        run = value or "".join(arguments[index + 1 : index + 2])
+        if flag == "--resume" and run:
+            return PretrainConfig.from_json(run)
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     return recipes.pretrain(arguments[0] if has_recipe else "tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 from openk3 import recipes
 from openk3.commands.errors import UserError
@@ -24,7 +25,7 @@ def run(flags: Pretrain) -> None:
         raise UserError(f"{config.out}: training diverged ({error}); resume with a lower --optim.lr") from error
     if state.interrupted:
         print(f"\nstopped at step {state.step} of {state.total_steps}; go on with:")
-        print(f"  openk3 pretrain --resume {config.out}")
+        print(f"  openk3 pretrain --resume {shlex.quote(config.out)}")
         return
     print(f"\n{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s; the run is {config.out}")
     print(next_commands(config.out))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 from openk3.commands.errors import UserError
 from openk3.commands.flags import TokenizerEncode, TokenizerTrain
@@ -27,20 +25,14 @@ def train(flags: TokenizerTrain) -> None:
         raise UserError("--text: name at least one text file or folder to learn from")
     if flags.out.exists() and any(flags.out.iterdir() if flags.out.is_dir() else [flags.out]):
         raise UserError(f"{flags.out}: already exists; give --out a new or empty directory")
-    texts = list(read_texts(flags.text))
+    corpus = gather(flags.text)
+    texts = [file.text for file in (*corpus.train, *corpus.held_out)]
     tokenizer = Tokenizer.train(texts, flags.vocab_size, progress=sys.stderr.isatty())
     tokenizer.save(flags.out)
     num_bytes = sum(len(text.encode()) for text in texts)
     num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
     print(f"{flags.out}: {tokenizer.vocab_size:,} ids ({tokenizer.num_ranks:,} text, 256 special)")
     print(f"learnt from {num_bytes:,} bytes: {num_bytes / max(num_tokens, 1):.2f} bytes per token on them")
-
-
-def read_texts(paths: tuple[Path, ...]) -> Iterator[str]:
-    """The text of every readable file. Raises TextError naming a path without text."""
-    for path in paths:
-        corpus = gather(path)
-        yield from (file.text for file in (*corpus.train, *corpus.held_out))
 
 
 def encode(flags: TokenizerEncode) -> None:

@@ -1,0 +1,75 @@
+"""`openk3 generate`: the prompt and its continuation, the same for the same seed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from openk3.cli import main
+from openk3.commands import generate
+from openk3.inputs.tokenizer import Tokenizer
+
+
+def text(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> str:
+    """Standard output of one call."""
+    assert main(["generate", str(run), *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_same_seed_same_text_and_other_seed_other_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt comes first and is printed once."""
+    words = ("--prompt", "import ", "--max-tokens", "12")
+    first, again, other = (text(capsys, tiny_run, *words, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again != other
+    assert first.startswith("import ") and first.endswith("\n")
+
+
+def test_zero_temperature_needs_no_seed(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The most likely token each time."""
+    words = ("--prompt", "x", "--max-tokens", "5", "--temperature", "0")
+    assert text(capsys, tiny_run, *words, "--seed", "1") == text(capsys, tiny_run, *words, "--seed", "2")
+
+
+def test_prompt_from_standard_input_and_from_a_model_directory(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`-` is the default; RUN/model is as good as RUN."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("from os"))
+    piped = text(capsys, tiny_run / "model", "--max-tokens", "4")
+    assert piped == text(capsys, tiny_run, "--prompt", "from os", "--max-tokens", "4")
+
+
+def test_control_tokens_end_the_text_and_are_not_printed(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only text reaches the reader, and a cut character becomes U+FFFD at the end."""
+    tokenizer = Tokenizer.load(tiny_run / "model")
+    ids = [*tokenizer.encode("ab"), 0xC3, tokenizer.special["[EOS]"]]  # the first byte of a two-byte character
+    monkeypatch.setattr(generate, "generate", lambda *args, **kwargs: iter(ids))
+    assert text(capsys, tiny_run, "--prompt", "x") == "xab\ufffd\n"
+
+
+def test_bfloat16_runs(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other number format."""
+    assert text(capsys, tiny_run, "--prompt", "x", "--max-tokens", "2", "--dtype", "bfloat16").startswith("x")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--max-tokens", "0"), ("--temperature", "-1"), ("--top-k", "-2"), ("--top-p", "0")]
+)
+def test_sampling_flags_are_checked_by_name(
+    flag: str, value: str, tiny_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is loaded."""
+    assert main(["generate", str(tiny_run), "--prompt", "x", flag, value]) == 2
+    assert capsys.readouterr().err.startswith(f"openk3: {flag}: must")
+
+
+def test_damaged_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory with a broken configuration."""
+    (tmp_path / "config.json").write_text("{")
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path) in error and error.count("\n") == 1
