@@ -26,8 +26,8 @@ class Quickstart:
 
     minutes: float = 8.0
     """Time for everything, in minutes; the plan is fitted to this machine's speed."""
-    text: tuple[Path, ...] = ()
-    """Your own text files or folders; default: the Python standard library's sources."""
+    text: Path | None = None
+    """Your own text, a file or a folder; default: the Python standard library's sources."""
     out: Path | None = None
     """Run folder to make; default: runs/<date and time>."""
     seed: Seed = 0
