@@ -1,0 +1,65 @@
+"""The wheel: every package and licence file inside, nothing else, and the names that pip shows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import openk3
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, without the network."""
+    source = tmp_path_factory.mktemp("source") / "openk3"
+    shutil.copytree(ROOT / "openk3", source / "openk3", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES.md"):
+        shutil.copy2(ROOT / name, source / name)
+    out = source.parent / "out"
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "-w", str(out), "--no-deps", "--no-build-isolation"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """Every source file, with the licence and the notices."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "openk3").rglob("*.py")}
+    assert sources <= names
+    rest = {name for name in names - sources if ".dist-info/" not in name}
+    assert all(name.startswith("openk3/") for name in rest)
+    assert {name.rpartition("/")[2] for name in names} >= {"LICENSE", "THIRD_PARTY_NOTICES.md", "entry_points.txt"}
+
+
+def test_wheel_says_what_it_is(wheel: Path) -> None:
+    """Name, version, licence, Python versions and the command."""
+    archive = zipfile.ZipFile(wheel)
+    inside = [name for name in archive.namelist() if ".dist-info/" in name]
+    texts = {name.rpartition("/")[2]: archive.read(name).decode() for name in inside}
+    metadata = texts["METADATA"].splitlines()
+    assert wheel.name == f"openk3-{openk3.__version__}-py3-none-any.whl"
+    for line in ("License-Expression: Apache-2.0", "Requires-Python: <3.13,>=3.11", f"Version: {openk3.__version__}"):
+        assert line in metadata
+    assert "openk3 = openk3.cli:main" in texts["entry_points.txt"]
+
+
+def test_constraints_pin_what_is_asked_for() -> None:
+    """Each pin lies in the range of pyproject.toml, and every dependency of the core and of development has one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {line.partition(">=")[0] for line in wanted}
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    assert names <= set(pins)
+    for line in wanted:
+        name, _, lowest = line.partition(",")[0].partition(">=")
+        assert tuple(map(int, pins[name].split("."))) >= tuple(map(int, lowest.split("."))), line
