@@ -62,6 +62,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         d_y, wide_weight = at_least_float32(grads[0]), weight.to(inverse.dtype)
@@ -84,6 +85,7 @@ class _GatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         o, gate, weight, inverse = ctx.saved_tensors
         wide_weight = weight.to(inverse.dtype)
@@ -110,6 +112,7 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, inverse = ctx.saved_tensors
         along = (grads[0] * y).sum(-1, keepdim=True).mul_(-(ctx.scale**-2))

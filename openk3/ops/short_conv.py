@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import at_least_float32
+from openk3.ops.sequences import sequence_bounds
 
 
 def short_conv(
@@ -32,7 +33,7 @@ def short_conv(
     """
     num_tokens, C = x_TC.shape
     taps = weight_CW.shape[1]
-    bounds = (0, num_tokens) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    bounds = sequence_bounds(cu_seqlens, num_tokens)
     if window_NCW is None:
         window_NCW = x_TC.new_zeros(len(bounds) - 1, C, taps)
     window_NWC = window_NCW.to(x_TC.dtype).transpose(1, 2)
@@ -97,6 +98,7 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         d_out, d_recent = grads
         x, weight, reach, y = ctx.saved_tensors

@@ -8,9 +8,10 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
 from openk3.ops.kda.reference import KdaGate, kda_gate
-from openk3.ops.kda.scan import Chunks, by_head, scan_backward, scan_forward
+from openk3.ops.kda.scan import Chunks, scan_backward, scan_forward
 from openk3.ops.kda.scores import Factors, decay_factors, score_backward, score_forward, unit_lower_inverse
 from openk3.ops.norm import at_least_float32, l2_norm
+from openk3.ops.sequences import sequence_bounds
 
 _CHUNK = 32
 
@@ -35,11 +36,11 @@ def chunk_kda(
     v = at_least_float32(v_THV)
     g = kda_gate(decay_logit_THK, gate)
     beta = torch.sigmoid(at_least_float32(beta_logit_TH))
-    bounds = (0, q.shape[0]) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    bounds = sequence_bounds(cu_seqlens, q.shape[0])
     if state_NHKV is None:
         state_NHKV = v.new_zeros(len(bounds) - 1, *q.shape[1:], v.shape[2])
     inputs = (q, k, v, g, beta, state_NHKV.to(v.dtype))
-    plan = chunk_plan(bounds, _CHUNK, q.device)
+    plan = chunk_plan(bounds, _CHUNK, q.shape[1], q.device)
     if not plan.active:
         return v.to(v_THV.dtype), inputs[-1]
     tile = 1 if gate.lower_bound is None else 16
@@ -50,16 +51,16 @@ def chunk_kda(
 
 def _token_rows(q: Tensor, k: Tensor, beta: Tensor, factors: Factors, tile: int) -> tuple[Tensor, Tensor]:
     """Rows that read (q and k of each tile) and write (beta * k), relative to the middle of their tile."""
-    M, C, H, K = q.shape
-    reads = q.new_empty(M, H, C // tile, 2, tile, K)
-    writes = q.new_empty(M, H, C // tile, tile, K)
-    torch.mul(by_head(k, tile), by_head(beta[..., None], tile), out=writes)
+    q, k, beta = (x.unflatten(2, (-1, tile)) for x in (q, k, beta))
+    M, H, num_tiles, _, K = q.shape
+    reads = q.new_empty(M, H, num_tiles, 2, tile, K)
+    writes = k * beta
     if factors.inner is None:
-        reads[:, :, :, 0] = by_head(q, tile)
-        reads[:, :, :, 1] = by_head(k, tile)
+        reads[:, :, :, 0] = q
+        reads[:, :, :, 1] = k
     else:
-        torch.mul(by_head(q, tile), factors.inner, out=reads[:, :, :, 0])
-        torch.mul(by_head(k, tile), factors.inner, out=reads[:, :, :, 1])
+        torch.mul(q, factors.inner, out=reads[:, :, :, 0])
+        torch.mul(k, factors.inner, out=reads[:, :, :, 1])
         writes.div_(factors.inner)
     return reads, writes
 
@@ -72,40 +73,31 @@ def _state_rows(reads: Tensor, writes: Tensor, factors: Factors) -> tuple[Tensor
     return enter, leave, factors.total.reshape(M * H, K, 1)
 
 
-def _token_gradients(
-    d_reads: Tensor, d_writes: Tensor, factors: Factors, k: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and beta [M, C, H, ...] from those of the token rows."""
-    tile = d_writes.shape[3]
-    d_q, d_k, d_w = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
-    if factors.inner is None:
-        by_head(d_q, tile).copy_(d_reads[:, :, :, 0])
-        by_head(d_k, tile).copy_(d_reads[:, :, :, 1])
-        by_head(d_w, tile).copy_(d_writes)
-    else:
-        torch.mul(d_reads[:, :, :, 0], factors.inner, out=by_head(d_q, tile))
-        torch.mul(d_reads[:, :, :, 1], factors.inner, out=by_head(d_k, tile))
-        torch.div(d_writes, factors.inner, out=by_head(d_w, tile))
-    d_k.addcmul_(d_w, beta[..., None])
-    return d_q, d_k, d_w.mul_(k).sum(-1)
-
-
-def _decay_gradient(
-    reads: Tensor, writes: Tensor, d_reads: Tensor, d_writes: Tensor, carried: Tensor, like: Tensor
-) -> Tensor:
-    """Gradient of the log decay [M, C, H, K].
+def _decay_gradient(reads: Tensor, writes: Tensor, d_reads: Tensor, d_writes: Tensor, carried: Tensor) -> Tensor:
+    """Gradient of the log decay [M, H, C, K].
 
     Every row carries exp(+-G), so G's gradient is row times gradient, with a minus for writes; the state that leaves
     adds its own at the chunk's end. g_t is part of every later G: sum backward inside the chunk.
     """
-    M, C, H, K = like.shape
-    d_sums = torch.empty_like(like)
-    out = by_head(d_sums, writes.shape[3])
-    torch.mul(reads[:, :, :, 0], d_reads[:, :, :, 0], out=out)
-    out.addcmul_(reads[:, :, :, 1], d_reads[:, :, :, 1]).addcmul_(writes, d_writes, value=-1)
-    later = torch.ones(C, C, dtype=like.dtype, device=like.device).triu()
-    d_g = torch.baddbmm(carried.view(M, 1, H * K), later.expand(M, -1, -1), d_sums.view(M, C, H * K))
-    return d_g.view(like.shape)
+    M, H, num_tiles, tile, K = writes.shape
+    d_sums = reads[:, :, :, 0] * d_reads[:, :, :, 0]
+    d_sums.addcmul_(reads[:, :, :, 1], d_reads[:, :, :, 1]).addcmul_(writes, d_writes, value=-1)
+    C = num_tiles * tile
+    later = torch.ones(C, C, dtype=writes.dtype, device=writes.device).triu()
+    d_g = torch.baddbmm(carried[:, None], later.expand(M * H, -1, -1), d_sums.view(M * H, C, K))
+    return d_g.view(M, H, C, K)
+
+
+def _token_gradients(
+    d_reads: Tensor, d_writes: Tensor, factors: Factors, k: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and beta [M, H, C, ...] from those of the token rows, which are used up."""
+    d_q, d_k, d_w = d_reads[:, :, :, 0], d_reads[:, :, :, 1], d_writes
+    if factors.inner is not None:
+        d_q, d_k, d_w = d_q * factors.inner, d_k * factors.inner, d_w.div_(factors.inner)
+    d_q, d_k, d_w = (x.reshape(k.shape) for x in (d_q, d_k, d_w))
+    d_k.addcmul_(d_w, beta)
+    return d_q, d_k, d_w.mul_(k).sum(-1, keepdim=True)
 
 
 class _ChunkKda(torch.autograd.Function):
@@ -126,7 +118,7 @@ class _ChunkKda(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         C, size = plan.chunk, plan.num_chunks * q.shape[1]
         factors = decay_factors(plan.spread(g, zero=True), tile)
-        k, beta = plan.spread(k, zero=False), plan.spread(beta, zero=True)
+        k, beta = plan.spread(k, zero=False), plan.spread(beta[:, :, None], zero=True)
         reads, writes = _token_rows(plan.spread(q, zero=False), k, beta, factors, tile)
         query, key = score_forward(reads, writes, factors)
         query, inverse = query.view(size, C, C), unit_lower_inverse(key.view(size, C, C))
@@ -140,20 +132,21 @@ class _ChunkKda(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_o, d_final = grads
         plan, factors = ctx.plan, ctx.factors
         k, beta, reads, writes, query, inverse, errors, states, state = ctx.saved_tensors
         M, H, num_tiles, _, tile, _ = reads.shape
         chunks = Chunks(plan, *_state_rows(reads, writes, factors), query, inverse)
-        d_outputs = by_head(plan.spread(d_o, zero=True), tile)
+        d_outputs = plan.spread(d_o, zero=True).unflatten(2, (num_tiles, tile))
         scan = scan_backward(chunks, d_outputs, d_final, errors, states, state)
         d_scores = torch.bmm(scan.found, errors.mT).view(M, H, num_tiles, 2, tile, -1)
         d_reads, d_writes = score_backward(d_scores, reads, writes, factors)
         d_reads.addcmul_(scan.enter.view_as(d_reads), factors.read)
         d_writes.addcmul_(scan.leave.view_as(d_writes), factors.write[:, :, :, 0])
-        d_g = _decay_gradient(reads, writes, d_reads, d_writes, scan.carried, k)
+        d_g = _decay_gradient(reads, writes, d_reads, d_writes, scan.carried)
         d_q, d_k, d_beta = _token_gradients(d_reads, d_writes, factors, k, beta)
-        d_v = d_o.new_empty(M, plan.chunk, H, d_o.shape[2])
-        torch.neg(scan.found.view(M, H, num_tiles, 2, tile, -1)[:, :, :, 1], out=by_head(d_v, tile))
-        return *(plan.collect(d) for d in (d_q, d_k, d_v, d_g, d_beta)), scan.state, None, None, None
+        d_v = scan.found.view(M, H, num_tiles, 2, tile, -1)[:, :, :, 1].neg().view(M, H, plan.chunk, -1)
+        d_q, d_k, d_v, d_g, d_beta = (plan.collect(d) for d in (d_q, d_k, d_v, d_g, d_beta))
+        return d_q, d_k, d_v, d_g, d_beta.squeeze(2), scan.state, None, None, None

@@ -16,13 +16,16 @@ def step_kda(
     gate: KdaGate,
     state_NHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One token per sequence: the recurrence's step batched over sequences (report eq. 1)."""
-    q = l2_norm(q_NHK) * q_NHK.shape[-1] ** -0.5
-    k = l2_norm(k_NHK)[..., None, :]
-    alpha = kda_gate(decay_logit_NHK, gate).exp()
-    beta = torch.sigmoid(at_least_float32(beta_logit_NH))
-    state = at_least_float32(state_NHKV) * alpha[..., None]
-    error = at_least_float32(v_NHV)[..., None, :] - k @ state
-    state = state + k.transpose(-1, -2) * (beta[..., None, None] * error)
-    o_NHV = (q[..., None, :] @ state).squeeze(-2)
-    return o_NHV.to(v_NHV.dtype), state
+    """One step of `recurrent_kda` for N sequences at once (report eq. 1).
+
+    Arguments as there, with one token per sequence. Returns o [N, H, V] in v.dtype and a new state [N, H, K, V] in at
+    least float32; the given state is left as it was.
+    """
+    q = l2_norm(q_NHK, scale=q_NHK.shape[-1] ** -0.5).unsqueeze(-2)
+    k = l2_norm(k_NHK).unsqueeze(-2)
+    alpha = kda_gate(decay_logit_NHK, gate).exp().unsqueeze(-1)
+    beta = torch.sigmoid(at_least_float32(beta_logit_NH))[..., None, None]
+    state = at_least_float32(state_NHKV) * alpha
+    error = beta * (at_least_float32(v_NHV).unsqueeze(-2) - k @ state)
+    state = state + k.mT * error
+    return (q @ state).squeeze(-2).to(v_NHV.dtype), state

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import at_least_float32, l2_norm
+from openk3.ops.sequences import sequence_bounds
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,11 @@ class KdaGate:
 
 
 def kda_gate(decay_logit_THK: Tensor, gate: KdaGate) -> Tensor:
-    """Log decay g (natural log, at least float32) of decay logits [..., H, K]; same shape."""
+    """Log decay g (natural log, at least float32) of decay logits [..., H, K]; same shape (report §2.1.1).
+
+    Bounded: g = lower_bound * sigmoid(exp(A_log) * (logit + dt_bias)), not a clamp of the other form.
+    Unbounded (Kimi Linear): g = -exp(A_log) * softplus(logit + dt_bias).
+    """
     logit, A_log_H, dt_bias_HK = (at_least_float32(x) for x in (decay_logit_THK, gate.A_log_H, gate.dt_bias_HK))
     if gate.lower_bound is None:
         return -A_log_H.exp()[:, None] * F.softplus(logit + dt_bias_HK, threshold=40.0)
@@ -49,6 +54,7 @@ class _BoundedGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logit, dt_bias, slope, opened = ctx.saved_tensors
         d_logit = torch.ops.aten.sigmoid_backward(grads[0], opened).mul_(slope * ctx.bound)
@@ -68,24 +74,34 @@ def recurrent_kda(
     state_NHKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Kimi Delta Attention token by token (report eq. 1-2, 5-6)."""
-    q = l2_norm(q_THK) * q_THK.shape[-1] ** -0.5
+    """Kimi Delta Attention token by token, the definition (report eq. 1-2, 5-6).
+
+    Per head, with q = L2(q) / sqrt(K), k = L2(k), alpha = exp(kda_gate), beta = sigmoid(beta_logit):
+    S <- diag(alpha) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q. The error is taken after the decay, the output
+    after the write.
+
+    q, k [T, H, K] raw; v [T, H, V]; decay_logit [T, H, K]; beta_logit [T, H]. cu_seqlens [N + 1] int cuts the tokens
+    into sequences (None: one), state [N, H, K, V] is the one before each (None: zeros). Returns o [T, H, V] in
+    v.dtype and the states after each sequence in at least float32, which is what everything is computed in.
+    Raises ValueError if cu_seqlens does not cover the tokens.
+    """
+    q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)
     v = at_least_float32(v_THV)
     alpha = kda_gate(decay_logit_THK, gate).exp()
     beta = torch.sigmoid(at_least_float32(beta_logit_TH))
-    bounds = [0, q.shape[0]] if cu_seqlens is None else cu_seqlens.tolist()
+    bounds = sequence_bounds(cu_seqlens, q.shape[0])
     if state_NHKV is None:
-        state_NHKV = v.new_zeros(len(bounds) - 1, q.shape[1], q.shape[2], v.shape[2])
+        state_NHKV = v.new_zeros(len(bounds) - 1, *q.shape[1:], v.shape[2])
     q_t, k_t, v_t = q.unsqueeze(2).unbind(), k.unsqueeze(2).unbind(), v.unsqueeze(2).unbind()
     alpha_t, beta_t = alpha.unsqueeze(3).unbind(), beta[:, :, None, None].unbind()
     outputs, states = [], []
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:])):
-        state = state_NHKV[n].to(v.dtype)
+    for initial, start, end in zip(at_least_float32(state_NHKV), bounds[:-1], bounds[1:]):
+        state = initial
         for t in range(start, end):
             state = state * alpha_t[t]
-            error = v_t[t] - k_t[t] @ state
-            state = torch.baddbmm(state, k_t[t].transpose(1, 2), beta_t[t] * error)
+            error = beta_t[t] * (v_t[t] - k_t[t] @ state)
+            state = torch.baddbmm(state, k_t[t].mT, error)
             outputs.append(q_t[t] @ state)
         states.append(state)
     o_THV = torch.stack(outputs).squeeze(2) if outputs else v

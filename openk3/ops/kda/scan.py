@@ -20,26 +20,21 @@ class Chunks:
     inverse: Tensor  # [X, C, C] (I + scores of keys)^-1
 
 
-def by_head(x_MCHD: Tensor, tile: int) -> Tensor:
-    """View of token rows [M, C, H, D] as [M, H, tiles, tile, D]."""
-    return x_MCHD.unflatten(1, (-1, tile)).permute(0, 3, 1, 2, 4)
-
-
 def scan_forward(
-    chunks: Chunks, values_MCHV: Tensor, state_NHKV: Tensor, *, tile: int, keep: bool
+    chunks: Chunks, values_MHCV: Tensor, state_NHKV: Tensor, *, tile: int, keep: bool
 ) -> tuple[Tensor, ...]:
     """Run the chunks of all sequences side by side.
 
-    Returns outputs [M, C, H, V]; errors [X, C, V], the values corrected by what the state already knew;
+    Returns outputs [M, H, C, V]; errors [X, C, V], the values corrected by what the state already knew;
     states [X, K, V] after each chunk (only the last two steps' unless `keep`); and final states [N, H, K, V].
     """
-    plan, (M, C, H, V), K = chunks.plan, values_MCHV.shape, state_NHKV.shape[2]
+    plan, (M, H, C, V), K = chunks.plan, values_MHCV.shape, state_NHKV.shape[2]
     most = plan.active[0] * H
-    outputs = torch.empty_like(values_MCHV)
-    errors = values_MCHV.new_empty(M * H, C, V)
-    states = values_MCHV.new_empty(M * H if keep else 2 * most, K, V)
-    found = values_MCHV.new_empty(most, 2 * C, V)
-    local = values_MCHV.new_empty(most, C, V)
+    outputs = torch.empty_like(values_MHCV)
+    errors = values_MHCV.new_empty(M * H, C, V)
+    states = values_MHCV.new_empty(M * H if keep else 2 * most, K, V)
+    found = values_MHCV.new_empty(most, 2 * C, V)
+    local = values_MHCV.new_empty(most, C, V)
     state = plan.sort(state_NHKV).reshape(-1, K, V)
     finals = []
     done = 0
@@ -49,10 +44,12 @@ def scan_forward(
         state, known, own = state[:n], found[:n], local[:n]
         torch.bmm(chunks.enter[here], state, out=known)
         known = known.view(count, H, -1, 2, tile, V)
-        torch.sub(by_head(values_MCHV[tokens], tile), known[:, :, :, 1], out=own.view(count, H, -1, tile, V))
+        torch.sub(
+            values_MHCV[tokens].view(count, H, -1, tile, V), known[:, :, :, 1], out=own.view(count, H, -1, tile, V)
+        )
         error = torch.bmm(chunks.inverse[here], own, out=errors[here])
         torch.bmm(chunks.query[here], error, out=own)
-        torch.add(own.view(count, H, -1, tile, V), known[:, :, :, 0], out=by_head(outputs[tokens], tile))
+        torch.add(own.view(count, H, -1, tile, V), known[:, :, :, 0], out=outputs[tokens].view(count, H, -1, tile, V))
         slot = done * H if keep else (step % 2) * most
         after = torch.mul(state, chunks.total[here], out=states[slot : slot + n])
         state = after.baddbmm_(chunks.leave[here].mT, error)
@@ -81,7 +78,7 @@ def scan_backward(
     found = errors.new_empty(M, H, num_tiles, 2, tile, V)
     found[:, :, :, 0] = d_outputs
     d_values, d_found = found[:, :, :, 1], found.view(-1, 2 * C, V)
-    d_errors = torch.bmm(chunks.query.mT, d_outputs.reshape(-1, C, V))
+    d_errors = torch.bmm(chunks.query.mT, d_outputs.view(-1, C, V))
     d_enter, d_leave = torch.empty_like(chunks.enter), torch.empty_like(chunks.leave)
     carried = errors.new_empty(M * H, K)
     first = plan.sort(initial).reshape(-1, K, V)

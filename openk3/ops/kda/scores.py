@@ -55,12 +55,12 @@ def _spans_on(chunk: int, tile: int, dtype: torch.dtype, device: torch.device) -
     return _spans(chunk, tile).to(device, dtype)
 
 
-def decay_factors(g_MCHK: Tensor, tile: int) -> Factors:
-    """All decay factors of chunks of log decay g [M, C, H, K], by one matrix product and one exponential."""
-    M, C, H, K = g_MCHK.shape
-    spans_RC = _spans_on(C, tile, g_MCHK.dtype, g_MCHK.device)
-    sums_MRX = torch.bmm(spans_RC.expand(M, -1, -1), g_MCHK.view(M, C, H * K))
-    all_MHRK = sums_MRX.exp_().view(M, -1, H, K).transpose(1, 2)
+def decay_factors(g_MHCK: Tensor, tile: int) -> Factors:
+    """All decay factors of chunks of log decay g [M, H, C, K], by one matrix product and one exponential."""
+    M, H, C, K = g_MHCK.shape
+    spans_RC = _spans_on(C, tile, g_MHCK.dtype, g_MHCK.device)
+    sums_XRK = torch.bmm(spans_RC.expand(M * H, -1, -1), g_MHCK.view(M * H, C, K))
+    all_MHRK = sums_XRK.exp_().view(M, H, -1, K)
     num_tiles = C // tile
     inner = None
     if tile > 1:
