@@ -1,13 +1,32 @@
-"""Settings of the whole suite: one thread per worker, and property tests that draw the same examples every time."""
+"""The whole suite: one thread per worker, the same examples in every property test, and one tiny trained run."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+import openk3
+from openk3.cli import main
 
 # Read by torch when it is imported, which no test module has done yet: two workers must not fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("openk3", deadline=None, derandomize=True)
 settings.load_profile("openk3")
+
+
+@pytest.fixture(scope="session")
+def small_text() -> Path:
+    """A folder with some 80 kB of Python."""
+    return Path(openk3.__file__).parent / "config"
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, small_text: Path) -> Path:
+    """A run of two steps, made by the command itself; who changes it copies it first."""
+    run = tmp_path_factory.mktemp("runs") / "tiny"
+    assert main(["pretrain", "tiny", "--data", str(small_text), "--out", str(run), "--steps", "2"]) == 0
+    return run

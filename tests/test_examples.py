@@ -1,0 +1,68 @@
+"""Every example runs, small, and is short enough to read at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openk3
+
+ROOT = Path(openk3.__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    """Standard output of a command that finds this checkout's `openk3`."""
+    program = folder / "bin" / "openk3"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m openk3 "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+def test_examples_are_short_and_all_are_tested_here() -> None:
+    """At most 60 lines each, and no example without a test."""
+    files = sorted(path for path in EXAMPLES.iterdir() if path.is_file())
+    assert [path.name for path in files if path.read_text().count("\n") > 60] == []
+    assert [path.name for path in files if path.name not in Path(__file__).read_text()] == []
+
+
+def test_whole_story(tmp_path: Path) -> None:
+    """whole_story.sh: from text to a packed model."""
+    text = run([str(EXAMPLES / "whole_story.sh"), str(ROOT / "openk3" / "model"), "run"], tmp_path, STEPS="4")
+    assert "5 steps" in text and "def " in text and "Memory of the weights" in text
+    assert (tmp_path / "run-mxfp4" / "model.safetensors").is_file()
+
+
+def test_kda_two_ways(tmp_path: Path) -> None:
+    """kda_two_ways.py: float64 differences at rounding level."""
+    text = run([sys.executable, str(EXAMPLES / "kda_two_ways.py"), "100"], tmp_path)
+    differences = [float(number) for number in re.findall(r"\d\.\de[+-]\d+", text)]
+    assert len(differences) == 4 and max(differences) < 1e-11
+
+
+def test_look_inside(tmp_path: Path, tiny_run: Path) -> None:
+    """look_inside.py: a row per MoE layer and per KDA layer, shares that add up to one."""
+    text = run([sys.executable, str(EXAMPLES / "look_inside.py"), str(tiny_run)], tmp_path)
+    assert len(re.findall(r"^  layer \d+: \d+\.\d+  \[", text, re.MULTILINE)) == 5
+    assert len(re.findall(r"^  layer \d+: \d+\.\d+$", text, re.MULTILINE)) == 3
+    shares = text.split("running sum)\n")[1].splitlines()[0].split()
+    assert sum(map(float, shares)) == pytest.approx(1, abs=0.03)
+
+
+def test_train_by_hand(tmp_path: Path) -> None:
+    """train_by_hand.py: the loss falls."""
+    files = [str(path) for path in sorted((ROOT / "openk3" / "config").glob("*.py"))]
+    text = run([sys.executable, str(EXAMPLES / "train_by_hand.py"), *files, "--steps", "20"], tmp_path)
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", text)]
+    assert len(losses) == 2 and losses[1] < losses[0] < 7

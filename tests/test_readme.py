@@ -1,0 +1,117 @@
+"""README.md is true: its commands run (at tiny size), its Python runs, its tree and figures are the code's."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from readme_tree import README, ROOT, tree, with_tree
+
+from openk3 import recipes
+from openk3.commands.flags import Quickstart
+from openk3.model.accounting import account
+
+TEXT = README.read_text(encoding="utf-8")
+# Commands of the README that run here in a smaller form; all others run as they stand.
+TINY = {
+    "make demo": "openk3 quickstart --minutes 0.5",
+    "openk3 chat": "openk3 chat --max-tokens 8 --message hello",
+    'openk3 generate --prompt "def main("': 'openk3 generate --prompt "def main(" --max-tokens 8',
+    "openk3 pretrain tiny --data src/ --out runs/mine": "openk3 pretrain tiny --data src/ --out runs/mine --steps 3",
+    "openk3 pretrain --resume runs/mine --steps 80": "openk3 pretrain --resume runs/mine --steps 4",
+    "openk3 tokenizer train --text src/ --out tok/ --vocab-size 2048": (
+        "openk3 tokenizer train --text src/ --out tok/ --vocab-size 600"
+    ),
+}
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Standard output of a command, in a folder where `openk3` is this checkout's."""
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path) -> Path:
+    """An empty folder with some text of one's own in src/."""
+    program = tmp_path / "bin" / "openk3"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m openk3 "$@"\n')
+    program.chmod(0o755)
+    for name in ("config", "model"):
+        shutil.copytree(ROOT / "openk3" / name, tmp_path / "src" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_every_command_runs_in_order(newcomer: Path) -> None:
+    """As a newcomer would type them, each in its tiny form; then the Python of the page."""
+    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    assert set(TINY) <= set(commands)
+    outputs = {command: run(shlex.split(TINY.get(command, command)), newcomer) for command in commands}
+    assert "openk3 chat runs/" in outputs["make demo"]
+    (started,) = (path for path in (newcomer / "runs").iterdir() if path.name != "mine")
+    assert {path.name for path in started.iterdir()} >= {"model", "metrics.jsonl", "report.html"}
+    assert outputs['openk3 generate --prompt "def main("'].startswith("def main(")
+    assert "weight_packed" in (newcomer / "out" / "model.safetensors").read_bytes()[:200000].decode("latin-1")
+    code = "\n".join(blocks("python")) + "\nprint(tuple(logits.shape), tuple(o.shape), tuple(state.shape))"
+    assert run([sys.executable, "-c", code], newcomer).strip().startswith("(5, ")
+    assert (newcomer / "copy" / "config.json").is_file()
+
+
+def test_make_targets_of_the_page_exist() -> None:
+    """`make demo` runs the quickstart, `make test` the whole suite."""
+    targets = set(re.findall(r"`?make ([a-z]+)", TEXT))
+    assert {"demo", "test", "check", "bench", "tree"} <= targets
+    for target in targets:
+        listed = subprocess.run(["make", "-n", target, "VENV=nowhere"], cwd=ROOT, capture_output=True, text=True)
+        assert listed.returncode == 0, listed.stderr
+        wanted = {"demo": "nowhere/bin/openk3 quickstart", "test": "-m pytest -n 2"}.get(target, "")
+        assert wanted in listed.stdout
+
+
+def test_tree_is_made_from_the_docstrings() -> None:
+    """`make tree` would change nothing."""
+    assert with_tree(TEXT, tree(ROOT / "openk3")) == TEXT
+
+
+def test_figures_are_computed_ones() -> None:
+    """Sizes of the released model, and the default time of the quickstart."""
+    books = account(recipes.model("k3"))
+    assert f"{books.total:,} parameters, {books.activated:,} activated" in TEXT
+    assert f"one latent of {books.latent_values_per_layer} values per token" in TEXT
+    assert f"`openk3 quickstart`: {Quickstart().minutes:g} minutes on 2 cores" in TEXT
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "docs/gpu.md"])
+def test_files_and_names_that_are_mentioned_exist(name: str) -> None:
+    """Paths with a folder, and `file.py: name` pairs."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    paths = set(re.findall(r"\b((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|md|toml))\b", text))
+    assert paths
+    found = {path: next((p for p in (ROOT / "openk3" / path, ROOT / path) if p.is_file()), None) for path in paths}
+    assert [path for path, file in found.items() if file is None] == []
+    for path, symbol in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py): ([a-z_A-Z0-9]+)", text):
+        file = found[path]
+        assert file is not None and re.search(rf"\b(def|class) {symbol}\b", file.read_text()), f"{path}: {symbol}"
+
+
+def test_flags_that_are_mentioned_exist() -> None:
+    """Every --flag in README is one of the command's own (`--data`, `--help` and the like)."""
+    source = (ROOT / "openk3" / "commands" / "flags.py").read_text() + (
+        ROOT / "openk3" / "config" / "train.py"
+    ).read_text()
+    for flag in set(re.findall(r"--([a-z][a-z-]+)", TEXT)) - {"help"}:
+        assert re.search(rf"^    {flag.replace('-', '_')}\b", source, re.MULTILINE), flag
