@@ -37,7 +37,7 @@ def short_conv(
     if window_NCW is None:
         window_NCW = x_TC.new_zeros(len(bounds) - 1, C, taps)
     window_NWC = window_NCW.to(x_TC.dtype).transpose(1, 2)
-    y_TC, recent_NWC = _ShortConv.apply(x_TC, weight_CW, window_NWC, _edges(bounds, taps, x_TC.device), activation)
+    y_TC, recent_NWC = _ShortConv.apply(_edges(bounds, taps, x_TC.device), activation, x_TC, weight_CW, window_NWC)
     return y_TC, recent_NWC.transpose(1, 2)
 
 
@@ -78,9 +78,8 @@ def _edges(bounds: tuple[int, ...], taps: int, device: torch.device) -> _Edges:
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, window: Tensor, edges: _Edges, activation: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, edges: _Edges, activation: bool, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, window = inputs
         N, W, C = window.shape
         wide = at_least_float32(x)
         weight_WC = weight.to(wide.dtype).T.contiguous()
@@ -124,4 +123,4 @@ class _ShortConv(torch.autograd.Function):
         num_window_rows = ctx.pool_rows - len(edges.token_P)
         d_x.index_add_(0, edges.token_P, d_pool[num_window_rows:])
         d_window = d_pool[:num_window_rows].view(-1, W, C)
-        return d_x.to(x.dtype), d_weight_WC.T.to(weight.dtype), d_window.to(x.dtype), None, None
+        return None, None, d_x.to(x.dtype), d_weight_WC.T.to(weight.dtype), d_window.to(x.dtype)

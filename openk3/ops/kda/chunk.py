@@ -1,5 +1,6 @@
 """Kimi Delta Attention chunk by chunk: the form for training and prefill, with its own backward pass."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,12 +9,12 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
 from openk3.ops.kda.reference import KdaGate, kda_gate
-from openk3.ops.kda.scan import Chunks, scan_backward, scan_forward
+from openk3.ops.kda.scan import Chunks, Past, scan_backward, scan_forward
 from openk3.ops.kda.scores import Factors, decay_factors, score_backward, score_forward, unit_lower_inverse
 from openk3.ops.norm import at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
 
-_CHUNK = 32
+_CHUNK, _SHORT_CHUNK = 32, 16
 
 
 def chunk_kda(
@@ -40,12 +41,13 @@ def chunk_kda(
     if state_NHKV is None:
         state_NHKV = v.new_zeros(len(bounds) - 1, *q.shape[1:], v.shape[2])
     inputs = (q, k, v, g, beta, state_NHKV.to(v.dtype))
-    plan = chunk_plan(bounds, _CHUNK, q.shape[1], q.device)
+    longest = max((b - a for a, b in zip(bounds, bounds[1:])), default=0)
+    plan = chunk_plan(bounds, _CHUNK if longest > _SHORT_CHUNK else _SHORT_CHUNK, q.shape[1], q.device)
     if not plan.active:
         return v.to(v_THV.dtype), inputs[-1]
     tile = 1 if gate.lower_bound is None else 16
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    o_THV, state_NHKV = _ChunkKda.apply(*inputs, plan, tile, keep)
+    o_THV, state_NHKV = _ChunkKda.apply(_Run(plan, tile, keep), *inputs)
     return o_THV.to(v_THV.dtype), state_NHKV
 
 
@@ -100,22 +102,22 @@ def _token_gradients(
     return d_q, d_k, d_w.mul_(k).sum(-1, keepdim=True)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What the core needs besides tensors."""
+
+    plan: ChunkPlan
+    tile: int
+    keep: bool  # whether a backward pass may follow
+
+
 class _ChunkKda(torch.autograd.Function):
-    """The core: q (scaled) and k normalised, log decay g and beta given; gradients of all six tensors."""
+    """The core: q (scaled), k (normalised), v, log decay, beta and the initial state; gradients of all six."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        plan: ChunkPlan,
-        tile: int,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, run: _Run, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta, state = inputs
+        plan, tile = run.plan, run.tile
         C, size = plan.chunk, plan.num_chunks * q.shape[1]
         factors = decay_factors(plan.spread(g, zero=True), tile)
         k, beta = plan.spread(k, zero=False), plan.spread(beta[:, :, None], zero=True)
@@ -124,10 +126,10 @@ class _ChunkKda(torch.autograd.Function):
         query, inverse = query.view(size, C, C), unit_lower_inverse(key.view(size, C, C))
         chunks = Chunks(plan, *_state_rows(reads, writes, factors), query, inverse)
         values = plan.spread(v, zero=False)
-        outputs, errors, states, final = scan_forward(chunks, values, state, tile=tile, keep=keep)
-        if keep:
+        outputs, final, past = scan_forward(chunks, values, state, tile=tile, keep=run.keep)
+        if run.keep:
             ctx.plan, ctx.factors = plan, factors
-            ctx.save_for_backward(k, beta, reads, writes, query, inverse, errors, states, state)
+            ctx.save_for_backward(k, beta, reads, writes, query, inverse, past.initial, past.errors, past.states)
         return plan.collect(outputs), final
 
     @staticmethod
@@ -136,12 +138,12 @@ class _ChunkKda(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_o, d_final = grads
         plan, factors = ctx.plan, ctx.factors
-        k, beta, reads, writes, query, inverse, errors, states, state = ctx.saved_tensors
+        k, beta, reads, writes, query, inverse, *past = ctx.saved_tensors
         M, H, num_tiles, _, tile, _ = reads.shape
         chunks = Chunks(plan, *_state_rows(reads, writes, factors), query, inverse)
         d_outputs = plan.spread(d_o, zero=True).unflatten(2, (num_tiles, tile))
-        scan = scan_backward(chunks, d_outputs, d_final, errors, states, state)
-        d_scores = torch.bmm(scan.found, errors.mT).view(M, H, num_tiles, 2, tile, -1)
+        scan = scan_backward(chunks, d_outputs, d_final, Past(*past))
+        d_scores = torch.bmm(scan.found, past[1].mT).view(M, H, num_tiles, 2, tile, -1)
         d_reads, d_writes = score_backward(d_scores, reads, writes, factors)
         d_reads.addcmul_(scan.enter.view_as(d_reads), factors.read)
         d_writes.addcmul_(scan.leave.view_as(d_writes), factors.write[:, :, :, 0])
@@ -149,4 +151,4 @@ class _ChunkKda(torch.autograd.Function):
         d_q, d_k, d_beta = _token_gradients(d_reads, d_writes, factors, k, beta)
         d_v = scan.found.view(M, H, num_tiles, 2, tile, -1)[:, :, :, 1].neg().view(M, H, plan.chunk, -1)
         d_q, d_k, d_v, d_g, d_beta = (plan.collect(d) for d in (d_q, d_k, d_v, d_g, d_beta))
-        return d_q, d_k, d_v, d_g, d_beta.squeeze(2), scan.state, None, None, None
+        return None, d_q, d_k, d_v, d_g, d_beta.squeeze(2), scan.state

@@ -20,13 +20,21 @@ class Chunks:
     inverse: Tensor  # [X, C, C] (I + scores of keys)^-1
 
 
+@dataclass(frozen=True)
+class Past:
+    """What the forward scan leaves for the backward one."""
+
+    initial: Tensor  # [N, H, K, V] states before the first chunk
+    errors: Tensor  # [X, C, V] values corrected by what the state already knew, solved within the chunk
+    states: Tensor  # [X, K, V] after each chunk; only the last two steps' where no gradient was asked for
+
+
 def scan_forward(
     chunks: Chunks, values_MHCV: Tensor, state_NHKV: Tensor, *, tile: int, keep: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Past]:
     """Run the chunks of all sequences side by side.
 
-    Returns outputs [M, H, C, V]; errors [X, C, V], the values corrected by what the state already knew;
-    states [X, K, V] after each chunk (only the last two steps' unless `keep`); and final states [N, H, K, V].
+    Returns outputs [M, H, C, V], final states [N, H, K, V] and the Past; `keep` it for the backward scan.
     """
     plan, (M, H, C, V), K = chunks.plan, values_MHCV.shape, state_NHKV.shape[2]
     most = plan.active[0] * H
@@ -55,7 +63,8 @@ def scan_forward(
         state = after.baddbmm_(chunks.leave[here].mT, error)
         done += count
     finals.append(state)
-    return outputs, errors, states, plan.unsort(torch.cat(finals[::-1]).view(state_NHKV.shape))
+    final = plan.unsort(torch.cat(finals[::-1]).view(state_NHKV.shape))
+    return outputs, final, Past(state_NHKV, errors, states)
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,9 @@ class ScanGradients:
     state: Tensor  # [N, H, K, V] of the initial state
 
 
-def scan_backward(
-    chunks: Chunks, d_outputs: Tensor, d_final: Tensor, errors: Tensor, states: Tensor, initial: Tensor
-) -> ScanGradients:
-    """Walk the chunks backward in time; d_outputs [M, H, tiles, tile, V], the rest as in `scan_forward`."""
+def scan_backward(chunks: Chunks, d_outputs: Tensor, d_final: Tensor, past: Past) -> ScanGradients:
+    """Walk the chunks backward in time; d_outputs [M, H, tiles, tile, V], d_final [N, H, K, V]."""
+    initial, errors, states = past.initial, past.errors, past.states
     plan, (M, H, num_tiles, tile, V), K = chunks.plan, d_outputs.shape, initial.shape[2]
     C = num_tiles * tile
     found = errors.new_empty(M, H, num_tiles, 2, tile, V)
