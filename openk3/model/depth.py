@@ -109,7 +109,7 @@ class DepthStream:
         """Phase two: the running block joins the softmax."""
         if self.partial is None:
             return one.o_TD.to(self.sources[0].dtype)
-        return merge_partial(one.o_TD, one.max_T, one.sum_T, self.partial, one.vector_D, eps)
+        return merge_partial(one.o_TD, one.max_T, one.sum_T, self.partial, vector_D=one.vector_D, eps=eps)
 
 
 class ResidualStream:
