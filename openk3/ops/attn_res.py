@@ -106,6 +106,7 @@ def merge_partial(
     max_T: torch.Tensor,
     sum_T: torch.Tensor,
     partial_TD: torch.Tensor,
+    *,
     vector_D: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,8 +28,8 @@ def linear_cross_entropy(
     """
     _check(h_TD, weight_VD, labels_T, ignored=True)
     chunk = _chunk(chunk, weight_VD.shape[0])
-    need = (torch.is_grad_enabled() and h_TD.requires_grad, torch.is_grad_enabled() and weight_VD.requires_grad)
-    loss_sum = _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, chunk, need)
+    need_h, need_weight = (torch.is_grad_enabled() and x.requires_grad for x in (h_TD, weight_VD))
+    loss_sum = _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, _Options(chunk, need_h, need_weight))
     return loss_sum, (labels_T != IGNORED).sum()
 
 
@@ -45,29 +45,30 @@ def token_logprobs(
     return _TokenLogprobs.apply(h_TD, weight_VD, ids_T, _chunk(chunk, weight_VD.shape[0]))
 
 
+class _Options(NamedTuple):
+    chunk: int
+    need_h: bool
+    need_weight: bool
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        h_TD: torch.Tensor,
-        weight_VD: torch.Tensor,
-        labels_T: torch.Tensor,
-        chunk: int,
-        need: tuple[bool, bool],
+        ctx: Any, h_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, options: _Options
     ) -> torch.Tensor:
         counted = (labels_T != IGNORED).nonzero().squeeze(1)
         everything = counted.shape[0] == labels_T.shape[0]
         h, labels = (h_TD, labels_T) if everything else (h_TD[counted], labels_T[counted])
         wide = torch.promote_types(h_TD.dtype, torch.float32)
-        grad_h = torch.zeros_like(h_TD, dtype=wide) if need[0] else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if need[1] else None
+        grad_h = torch.zeros_like(h_TD, dtype=wide) if options.need_h else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if options.need_weight else None
         total = torch.zeros((), dtype=wide, device=h_TD.device)
-        for start in range(0, h.shape[0], chunk):
-            rows = slice(start, start + chunk)
+        for start in range(0, h.shape[0], options.chunk):
+            rows = slice(start, start + options.chunk)
             probs, log_probs = _distribution(h[rows], weight_VD)
             label = labels[rows].unsqueeze(1)
             total -= log_probs.gather(1, label).sum()
-            if not any(need):
+            if grad_h is None and grad_weight is None:
                 continue
             probs.scatter_add_(1, label, probs.new_full(label.shape, -1))
             grad_logits = probs.to(h_TD.dtype)
@@ -76,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits, h[rows])
         ctx.save_for_backward(*(x for x in (grad_h, grad_weight) if x is not None))
-        ctx.dtypes = tuple(x.dtype if wanted else None for x, wanted in zip((h_TD, weight_VD), need))
+        ctx.dtypes = h_TD.dtype if options.need_h else None, weight_VD.dtype if options.need_weight else None
         return total
 
     @staticmethod
@@ -85,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
         scaled = [None if dtype is None else (next(saved) * grads[0]).to(dtype) for dtype in ctx.dtypes]
-        return *scaled, None, None, None
+        return *scaled, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):

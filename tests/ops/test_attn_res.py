@@ -118,10 +118,10 @@ def test_frozen_sources_and_unused_result() -> None:
 def test_memory() -> None:
     """Kept for the backward pass: the sources themselves and two numbers per token and source."""
     inputs = case(4, tokens=50, width=64)
-    function = mix_depth(inputs[2:], *inputs[:2], EPS)[0].grad_fn
-    assert function is not None
+    mixed_TD, _ = mix_depth(inputs[2:], *inputs[:2], EPS)
+    assert mixed_TD.grad_fn is not None
     shared = {x.data_ptr() for x in inputs[2:]}
-    extra = sum(x.numel() for x in function.saved_tensors if x.data_ptr() not in shared)
+    extra = sum(x.numel() for x in mixed_TD.grad_fn.saved_tensors if x.data_ptr() not in shared)
     assert extra == 64 + 2 * 50 * 4
 
 
@@ -141,7 +141,7 @@ def test_two_phases_equal_one(num_blocks: int, num_queries: int, tokens: int, sp
     o_QTD, max_QT, sum_QT = inter_block(blocks, vectors_QD, EPS)
     for q, vector_D in enumerate(vectors_QD):
         partial_TD = random(tokens, width, seed=seed + 60 + q) * 3
-        merged_TD = merge_partial(o_QTD[q], max_QT[q], sum_QT[q], partial_TD, vector_D, EPS)
+        merged_TD = merge_partial(o_QTD[q], max_QT[q], sum_QT[q], partial_TD, vector_D=vector_D, eps=EPS)
         whole_TD, _ = mix_depth([*blocks, partial_TD], vector_D, torch.ones(width, dtype=torch.float64), EPS)
         torch.testing.assert_close(merged_TD, whole_TD, rtol=1e-12, atol=1e-12)
 
@@ -152,7 +152,7 @@ def test_two_phases_in_bfloat16() -> None:
     vector_D = random(16, seed=9, dtype=torch.float32)
     o_QTD, max_QT, sum_QT = inter_block(blocks[:2], vector_D.unsqueeze(0), EPS)
     assert o_QTD.dtype == max_QT.dtype == sum_QT.dtype == torch.float32
-    merged_TD = merge_partial(o_QTD[0], max_QT[0], sum_QT[0], blocks[2], vector_D, EPS)
+    merged_TD = merge_partial(o_QTD[0], max_QT[0], sum_QT[0], blocks[2], vector_D=vector_D, eps=EPS)
     whole_TD, _ = mix_depth(blocks, vector_D, torch.ones(16), EPS)
     torch.testing.assert_close(merged_TD, whole_TD, rtol=2**-8, atol=0)
 

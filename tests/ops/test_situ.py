@@ -70,9 +70,9 @@ def test_large_beta_is_swiglu() -> None:
 def test_keeps_only_its_inputs() -> None:
     """The backward pass needs gate and up, and nothing else stays in memory."""
     gate, up = random(8, 16, seed=5, grad=True), random(8, 16, seed=6, grad=True)
-    function = situ_glu(gate, up, 4.0, 25.0).grad_fn
-    assert function is not None
-    assert [x.data_ptr() for x in function.saved_tensors] == [gate.data_ptr(), up.data_ptr()]
+    out = situ_glu(gate, up, 4.0, 25.0)
+    assert out.grad_fn is not None
+    assert [x.data_ptr() for x in out.grad_fn.saved_tensors] == [gate.data_ptr(), up.data_ptr()]
 
 
 def test_shapes() -> None:

@@ -26,7 +26,8 @@ def mla_attention(
     *,
     scale: float,
     return_max: Literal[False] = False,
-) -> torch.Tensor: ...
+) -> torch.Tensor:
+    """The output alone."""
 
 
 @overload
@@ -39,7 +40,8 @@ def mla_attention(
     *,
     scale: float,
     return_max: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and each head's largest score."""
 
 
 def mla_attention(
