@@ -72,9 +72,14 @@ class Files:
         self.root = Path(path).expanduser()
         self.name = str(path)
         self.places: list[Place] = []
+        self.left_out: list[str] = []
         self._digest = hashlib.blake2b(digest_size=16)
         for file in _files(self.root):
             self._index(file)
+        if self.left_out:
+            more = ", ..." if len(self.left_out) > 3 else ""
+            names = ", ".join(self.left_out[:3]) + more
+            log.warning("%s: %d files left out, not UTF-8: %s", path, len(self.left_out), names)
         if not self.places:
             raise DataError(
                 f"{path}: no text found; expected UTF-8 files ending in {', '.join(TEXT_SUFFIXES)} or .jsonl"
@@ -86,7 +91,7 @@ class Files:
         try:
             data.decode("utf-8")
         except UnicodeDecodeError as error:
-            log.warning("%s: left out, not UTF-8 at byte %d", file, error.start)
+            self.left_out.append(f"{relative} (byte {error.start})")
             return
         self._digest.update(f"{relative}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
         self._digest.update(data)

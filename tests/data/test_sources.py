@@ -69,11 +69,11 @@ def test_long_text_is_cut_at_line_ends_and_between_characters(tmp_path: Path, mo
 
 
 def test_files_that_are_not_utf8_are_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names the file and the byte."""
+    """One warning counts them and names the first ones, with the byte."""
     with caplog.at_level(logging.WARNING):
         source = Files(write(tmp_path, {"a.txt": "fine", "b.txt": b"caf\xe9"}))
     assert keys(source) == ["a.txt"]
-    assert "b.txt: left out, not UTF-8 at byte 3" in caplog.text
+    assert f"{tmp_path}: 1 files left out, not UTF-8: b.txt (byte 3)" in caplog.text
 
 
 def test_errors_name_file_and_line(tmp_path: Path) -> None:
