@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,15 @@ def small_text() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory, small_text: Path) -> Path:
+def shared_process() -> Iterator[None]:
+    """Training commands leave alone how this process multiplies matrices: all tests share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("openk3.commands.pretrain.tune_cpu", dict)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, small_text: Path, shared_process: None) -> Path:
     """A run of two steps, made by the command itself; who changes it copies it first."""
     run = tmp_path_factory.mktemp("runs") / "tiny"
     assert main(["pretrain", "tiny", "--data", str(small_text), "--out", str(run), "--steps", "2"]) == 0

@@ -11,6 +11,7 @@ from openk3.commands.flags import Pretrain
 from openk3.commands.runs import new_run, next_commands
 from openk3.config.train import DataConfig, PretrainConfig
 from openk3.optim.optimizer import NonFiniteGradient
+from openk3.runtime.cpu import tune_cpu
 from openk3.runtime.log import setup_logging
 from openk3.train.pretrain import pretrain
 
@@ -19,6 +20,7 @@ def run(flags: Pretrain) -> None:
     """Train, then say what to do next. Ctrl-C and SIGTERM save the state first."""
     config = complete(flags)
     setup_logging()
+    tune_cpu()
     try:
         state = pretrain(config, resume=flags.resume is not None)
     except NonFiniteGradient as error:
