@@ -136,11 +136,12 @@ class Turn:
         found = _TAG.match(head)
         name, at = (found.group(1), found.end()) if found else ("", 0)
         attributes: dict[str, str] = {}
-        while mark == OPEN and (attribute := _ATTRIBUTE.match(head, at)):
+        has_attributes = mark == OPEN and bool(_ATTRIBUTE_TAG.match(head))
+        while has_attributes and (attribute := _ATTRIBUTE.match(head, at)):
             attributes[attribute.group(1)] = unescape(attribute.group(2))
             at = attribute.end()
         in_value = self.channel in _VALUES
-        if ended and head[at:].strip() and not _ATTRIBUTE_TAG.match(head):
+        if ended and head[at:].strip() and not has_attributes:
             name = ""
         if not name or (in_value and (mark, name) not in _ENDS_VALUE):
             if in_value:

@@ -120,6 +120,7 @@ MISTAKES += [
     st.lists(st.sampled_from(MISTAKES), max_size=14).map("".join), st.data(), st.sampled_from(["think", "response", ""])
 )
 @example(GOOD, None, "think")
+@example('<|open|>think tool="f"', None, "think")
 @settings(max_examples=400, deadline=None)
 def test_any_text_gives_one_result_for_every_cut(text, data, channel):
     """P03: random three-way cuts and single characters, on right and wrong markup; no event is ever taken back."""
