@@ -68,4 +68,4 @@ def entering_states(segments: Segment, state_HKV: Tensor) -> Tensor:
         )
         reach *= 2
     leaving_NHKV = whole.apply(state_HKV)
-    return torch.cat([state_HKV[None], leaving_NHKV[:-1]])
+    return torch.cat([state_HKV[None], leaving_NHKV[:-1]])[:count]

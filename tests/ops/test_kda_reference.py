@@ -1,0 +1,144 @@
+"""The decay gate, the token recurrence and the decoding step of KDA against golden vectors and their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kda_checks import GOLDEN_CASES, cu_seqlens, golden_case, kda_inputs, run
+from op_checks import DTYPES, TOLERANCE, assert_golden, golden_input, golden_output, random
+
+from openk3.ops import KdaGate, chunk_kda, recurrent_kda
+from openk3.ops.kda.decode import step_kda
+from openk3.ops.kda.reference import kda_gate
+
+
+@pytest.mark.parametrize("case", ["narrow", "wide"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_golden(case: str, dtype: torch.dtype) -> None:
+    """Both gates; the unbounded one may differ by 2e-5, as the stored data says."""
+    x, A_log, dt_bias = (golden_input(f"kda_gate.{case}.{name}", dtype) for name in ("x", "A_log", "dt_bias"))
+    dt_bias = dt_bias.view(x.shape[1:])
+    assert_golden(kda_gate(x, KdaGate(A_log, dt_bias)), f"kda_gate.{case}.lower_bound_-5")
+    want = golden_output(f"kda_gate.{case}.softplus_variant").to(dtype)
+    torch.testing.assert_close(kda_gate(x, KdaGate(A_log, dt_bias, None)), want, **TOLERANCE[dtype] | {"atol": 2e-5})
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recurrence_golden(case: str, dtype: torch.dtype) -> None:
+    """Outputs, final states, log decay and beta of every stored case."""
+    inputs, lengths = golden_case(case, dtype)
+    o, state = run(recurrent_kda, inputs, lengths)
+    assert_golden(o, f"kda.{case}.o")
+    assert_golden(state, f"kda.{case}.final_state")
+    assert_golden(kda_gate(inputs["decay_logit"], KdaGate(inputs["A_log"], inputs["dt_bias"])), f"kda.{case}.g")
+    assert_golden(inputs["beta_logit"].sigmoid(), f"kda.{case}.beta")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step_golden(dtype: torch.dtype) -> None:
+    """One token on top of a stored state."""
+    inputs, _ = golden_case("decode1", dtype)
+    o, state = step(inputs, slice(None), inputs["state"])
+    assert_golden(o, "kda.decode1.o")
+    assert_golden(state, "kda.decode1.final_state")
+
+
+def step(inputs: dict[str, torch.Tensor], tokens: slice | list[int], state: torch.Tensor, bound: float | None = -5.0):
+    """`step_kda` for the named tokens, one per sequence."""
+    q, k, v, z, beta = (inputs[name][tokens] for name in ("q", "k", "v", "decay_logit", "beta_logit"))
+    return step_kda(q, k, v, z, beta, KdaGate(inputs["A_log"], inputs["dt_bias"], bound), state)
+
+
+@pytest.mark.parametrize("bound", [-5.0, -1.25, None])
+def test_steps_are_the_recurrence(bound: float | None) -> None:
+    """Token by token with carried state, two sequences at once, equals the recurrence over each; the state given
+    to a step stays as it was."""
+    lengths = [23, 23]
+    inputs = kda_inputs(lengths)
+    o, final = run(recurrent_kda, inputs, lengths, bound)
+    state = inputs["state"]
+    for t in range(23):
+        before = state.clone()
+        o_t, after = step(inputs, [t, 23 + t], state, bound)
+        torch.testing.assert_close(o_t, o[[t, 23 + t]], rtol=0, atol=1e-12)
+        assert torch.equal(state, before)
+        state = after
+    torch.testing.assert_close(state, final, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("slope", "z", "want"),
+    [
+        (1.0, [-4.0, -1.0, 0.0, 1.0, 4.0], [-0.0899, -1.3447, -2.5000, -3.6553, -4.9101]),
+        (16.0, [-0.25, -0.0625, 0.0, 0.0625, 0.25], [-0.0899, -1.3447, -2.5000, -3.6553, -4.9101]),
+        (16.0, [-4.0, -1.0, 0.0, 1.0, 4.0], [0.0, 0.0, -2.5, -5.0, -5.0]),
+    ],
+)
+@pytest.mark.parametrize("path", ["gate", "recurrence", "chunk", "step"])
+def test_case_K06_bounded_gate_is_a_scaled_sigmoid(path: str, slope: float, z: list[float], want: list[float]) -> None:
+    """K06: bound * sigmoid(exp(A) * z), not exp(A) * softplus(z) clipped, on every path. With a zero key nothing is
+    written, so the log of a state of ones is the log decay that the path used."""
+    gate = KdaGate(torch.tensor([math.log(slope)]), torch.zeros(1, len(z)))
+    logit = torch.tensor(z)[None, None]
+    zeros, ones = torch.zeros(1, 1, len(z)), torch.ones(1, 1, len(z), 2)
+    rest = (zeros, zeros, torch.ones(1, 1, 2), logit, torch.ones(1, 1), gate)
+    if path == "gate":
+        got = kda_gate(logit, gate)[0, 0]
+    else:
+        ops = {"recurrence": recurrent_kda, "chunk": chunk_kda}
+        _, state = step_kda(*rest, ones) if path == "step" else ops[path](*rest, state_NHKV=ones)
+        got = state[0, 0, :, 0].log()
+    torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bound", [-6.0, -5.001, 0.0, 1.0, math.nan, -math.inf])
+def test_case_K04_bound_out_of_range_is_refused(bound: float) -> None:
+    """K04: a bound that the tiles cannot hold is an error at once, not an infinity later."""
+    with pytest.raises(ValueError, match="lower_bound must be None or in"):
+        KdaGate(torch.zeros(1), torch.zeros(1, 1), bound)
+
+
+@pytest.mark.parametrize("bound", [-5.0, -0.5, None])
+def test_gate_gradient(bound: float | None) -> None:
+    """Derivative in the logits and both parameters, through leading dimensions of any number."""
+    logit, A_log, dt_bias = (random(*s, seed=i, grad=True) for i, s in enumerate(((4, 2, 3), (2,), (2, 3))))
+    assert torch.autograd.gradcheck(lambda z, a, b: kda_gate(z, KdaGate(a, b, bound)), (logit, A_log, dt_bias))
+    flat = kda_gate(logit, KdaGate(A_log, dt_bias, bound))
+    assert torch.equal(kda_gate(logit.view(2, 2, 2, 3), KdaGate(A_log, dt_bias, bound)).view_as(flat), flat)
+
+
+def test_gate_saturates_without_nan() -> None:
+    """Far out on both sides the gate is the bound or zero, and its gradient zero."""
+    logit = torch.tensor([-1e30, -1e4, 1e4, 1e30]).view(1, 1, 4).requires_grad_()
+    A_log = torch.zeros(1, requires_grad=True)
+    g = kda_gate(logit, KdaGate(A_log, torch.zeros(1, 4)))
+    assert g.flatten().tolist() == [0.0, 0.0, -5.0, -5.0]
+    d_logit, d_A_log = torch.autograd.grad(g.sum(), (logit, A_log))
+    assert d_logit.abs().max() == 0 and d_A_log == 0
+
+
+def test_number_formats() -> None:
+    """bfloat16 tokens: outputs in bfloat16, the state and the gate in float32."""
+    inputs = {n: x.bfloat16() if n in "q k v decay_logit beta_logit" else x.float() for n, x in kda_inputs([5]).items()}
+    o, state = run(recurrent_kda, inputs)
+    exact, exact_state = run(recurrent_kda, {name: x.double() for name, x in inputs.items()})
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+    torch.testing.assert_close(o.double(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(state.double(), exact_state, rtol=1e-5, atol=2e-6)
+    o, state = step(inputs, slice(0, 1), inputs["state"].bfloat16())
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
+def test_bounds_must_cover_the_tokens(op) -> None:
+    """cu_seqlens that ends early, starts late or falls is an error that names the number of tokens."""
+    inputs = kda_inputs([5])
+    gate = KdaGate(inputs["A_log"], inputs["dt_bias"])
+    rest = [inputs[name] for name in ("q", "k", "v", "decay_logit", "beta_logit")]
+    for bounds in ([0, 4], [1, 5], [0, 3, 2, 5], []):
+        with pytest.raises(ValueError, match="number of tokens, 5"):
+            op(*rest, gate, cu_seqlens=torch.tensor(bounds))
+    assert op(*rest, gate, cu_seqlens=cu_seqlens([5]))[0].shape == (5, 2, 12)
