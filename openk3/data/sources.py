@@ -214,15 +214,26 @@ class Joined:
 
 def is_held_out(key: str, percent: float = 5) -> bool:
     """Whether the record called `key` is held out: its md5 falls in the lowest `percent` of all."""
+    return _digest(key) < percent / 100 * 2**64
+
+
+def _digest(key: str) -> int:
     digest = hashlib.md5(key.encode("utf-8", "surrogateescape"), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
+    return int.from_bytes(digest[:8], "big")
 
 
 def split(source: Source, percent: float) -> tuple[Subset, Subset]:
-    """(training, held-out) records by the md5 of their keys; either may be empty."""
-    held = [is_held_out(source.key(index), percent) for index in range(len(source))]
-    kept = [index for index, out in enumerate(held) if not out]
-    return Subset(source, kept), Subset(source, [index for index, out in enumerate(held) if out])
+    """(training, held-out) records by the md5 of their keys.
+
+    Where a handful of records all fall on one side, the one with the lowest md5 is the held-out one. Nothing is held
+    out of a single record, or at 0 percent.
+    """
+    keys = [source.key(index) for index in range(len(source))]
+    held = {index for index, key in enumerate(keys) if is_held_out(key, percent)}
+    if percent > 0 and len(held) in (0, len(keys)):
+        held = {min(range(len(keys)), key=lambda index: _digest(keys[index]))} if len(keys) > 1 else set()
+    kept = [index for index in range(len(keys)) if index not in held]
+    return Subset(source, kept), Subset(source, sorted(held))
 
 
 def texts(source: Source) -> Iterator[str]:

@@ -111,16 +111,14 @@ def _open(config: PretrainConfig, resume: bool) -> RunFolder:
 def _split(
     pools: list[Source], held_out: Sequence[Source] | None, config: PretrainConfig
 ) -> tuple[list[Source], Source | None]:
-    """(training sources, held-out records or None). A single document cannot be split: it is all for training."""
+    """(training sources, held-out records or None)."""
     if held_out is not None:
         return pools, Joined(held_out) if held_out else None
     pairs = [split(pool, config.data.held_out_percent) for pool in pools]
-    train = [kept if len(kept) else pool for pool, (kept, _) in zip(pools, pairs, strict=True)]
-    held = Joined([out for (kept, out) in pairs if len(kept)])
+    train, held = [kept for kept, _ in pairs], Joined([out for _, out in pairs])
     if not len(held):
-        log.warning("no document falls in the held-out %d %%: no validation", config.data.held_out_percent)
-        return list(train), None
-    return list(train), held
+        log.info("nothing is held out: no validation")
+    return [*train], held if len(held) else None
 
 
 def _tokenizer(config: PretrainConfig, run: RunFolder, given: Tokenizer | None, train: Sequence[Source]) -> Tokenizer:

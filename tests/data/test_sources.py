@@ -125,6 +125,14 @@ def test_held_out_split_by_md5() -> None:
     assert {fewer.key(index) for index in range(len(fewer))} == chosen & set(names[::2])
     assert train.record(0).fields["text"] == train.key(0)
     assert len(split(source, 0)[1]) == 0
+    few = [f"{n}.md" for n in (7, 8, 9)]
+    assert not any(is_held_out(name, 5) for name in few)
+    train, held = split(Records("few", [{"text": name} for name in few], few), 5)
+    assert len(train) == 2 and len(held) == 1
+    train, held = split(Records("few", [{"text": name} for name in few], few), 99.99)
+    assert len(train) == 2 and len(held) == 1
+    train, held = split(Records("one", [{"text": "x"}]), 5)
+    assert len(train) == 1 and len(held) == 0
     assert is_held_out("a.txt", 100) and not is_held_out("a.txt", 0)
 
 

@@ -92,7 +92,7 @@ def test_first_losses_are_pinned() -> None:
     found = losses(10)
     if os.environ.get("OPENK3_WRITE_GOLDEN"):
         GOLDEN.write_text(json.dumps([round(loss, 6) for loss in found], indent=1) + "\n")
-    assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-3)
+    assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=3e-4)
     assert found[-1] < found[0] - 1
 
 
