@@ -108,7 +108,7 @@ class K3(nn.Module):
 
     def hidden(self, packed: Packed, cache: DenseCache | None = None, trace: Trace | None = None) -> Tensor:
         """h_TD: the last depth read, before the final norm (the MTP layer's h_t)."""
-        packed = packed.expand(self.config.media_placeholder_token_id)
+        packed = self._expand(packed)
         return self.backbone(self.inputs(packed), packed.cu_seqlens, cache, trace)
 
     def logits(self, h_TD: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class K3(nn.Module):
 
     def inputs(self, packed: Packed) -> Tensor:
         """x_TD: token embeddings with the projected image features in their places. Raises ValueError on bad ids."""
-        packed = packed.expand(self.config.media_placeholder_token_id)
+        packed = self._expand(packed)
         ids_T = packed.token_ids_T
         if ids_T.device.type == "cpu" and len(ids_T) and int(ids_T.max()) >= self.config.text.vocab_size:
             raise ValueError(f"token id {int(ids_T.max())} lies outside the vocabulary of {self.embed.num_embeddings}")
@@ -129,6 +129,12 @@ class K3(nn.Module):
         features_TD = self.projector(self.vision(packed.images)).to(x_TD.dtype)
         where = (ids_T == self.config.media_placeholder_token_id).nonzero().squeeze(1)
         return x_TD.index_copy(0, where, features_TD)
+
+    def _expand(self, packed: Packed) -> Packed:
+        # Without a vision tower the placeholder's id is a token like any other.
+        if self.vision is None and not packed.images:
+            return packed
+        return packed.expand(self.config.media_placeholder_token_id)
 
     def backbone(
         self,
@@ -160,7 +166,7 @@ class K3(nn.Module):
 
         Image positions have no label. Means over the positions that have one; 0 where there is none.
         """
-        return _losses(self, packed.expand(self.config.media_placeholder_token_id), trace or NO_TRACE, mtp_loss_weight)
+        return _losses(self, self._expand(packed), trace or NO_TRACE, mtp_loss_weight)
 
     def draft(
         self, h_TD: Tensor, next_ids_T: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None

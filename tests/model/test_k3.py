@@ -242,3 +242,13 @@ def test_errors_name_what_is_wrong() -> None:
         MODEL(Packed.join([[7]], images=[random_image((1, 2, 2))]))
     with pytest.raises(ValueError, match="holds 2 sequences, the batch has 1"):
         MODEL(Packed.join([[7]]), MODEL.new_cache(2))
+
+
+def test_text_model_reads_the_placeholder_as_a_token() -> None:
+    """Without a tower the id that stands for images elsewhere is a token: it has logits and a label."""
+    blind = tiny_model(tiny_config(vision=False))
+    packed = Packed.join([[7, MEDIA, 9]])
+    assert blind(packed).shape == (3, VOCAB)
+    assert int(blind.loss(packed).num_tokens) == 2
+    with pytest.raises(ValueError, match="placeholder"):
+        MODEL(packed)
