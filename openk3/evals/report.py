@@ -32,6 +32,7 @@ def page(data: Data, steps: Steps) -> str:
         ("Learning", _learning),
         ("Images", _captions),
         ("Samples", _samples),
+        ("Conversation", _chat),
         ("Routing", _routing),
         ("Depth and memory", _depth),
         ("Cost", _cost),
@@ -153,6 +154,20 @@ def _samples(data: Data, steps: Steps) -> str:
         blocks.append(f"<pre><span class=prompt>{prompt}</span>{text}</pre>")
     share = data.get("python_share")
     note = f"<p>{100 * share:.0f} % of the sampled lines tokenise as Python.</p>" if share is not None else ""
+    return note + "".join(blocks)
+
+
+def _chat(data: Data, steps: Steps) -> str:
+    """Questions about held-out docstrings, with the reasoning and the answer."""
+    turns = data.get("chat")
+    if not turns:
+        return ""
+    blocks = [
+        f"<pre><b>{escape(turn['question'])}</b>\n<span class=prompt>{escape(turn['think'])}</span>\n"
+        f"{escape(turn['response'])}</pre>"
+        for turn in turns
+    ]
+    note = f"<p>{100 * data['chat_closed']:.0f} % of the answers close their channels and end their message.</p>"
     return note + "".join(blocks)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
@@ -20,14 +22,13 @@ _FRAGMENT = ("multi-line", "triple-quoted", "unmatched", "was never closed", "do
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what the model wrote after it; `finished` if it ended the document itself."""
+    """A prompt and what the model wrote after it; `finished` if it ended by itself."""
 
     prompt: str
     text: str
     finished: bool
 
 
-@torch.no_grad()
 def sample_texts(
     model: K3,
     tokenizer: Tokenizer,
@@ -38,29 +39,42 @@ def sample_texts(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> list[Sample]:
-    """Continue all prompts at once, each from the start of a document; one pass through the model for every token."""
+    """Continue all prompts at once, each from the start of a document."""
     bos, eos = tokenizer.special["[BOS]"], tokenizer.special["[EOS]"]
+    starts = [[bos, *tokenizer.encode(prompt)] for prompt in prompts]
+    generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
+    pick = partial(sample, generator=generator, temperature=temperature, top_p=top_p, top_k=0)
+    written = continue_all(model, starts, max_tokens=max_tokens, stop_id=eos, pick=pick)
+    return [
+        Sample(prompt, tokenizer.decode(ids[:-1] if ids[-1] == eos else ids), ids[-1] == eos)
+        for prompt, ids in zip(prompts, written, strict=True)
+    ]
+
+
+@torch.no_grad()
+def continue_all(
+    model: K3, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_id: int, pick: Callable[[Tensor], Tensor]
+) -> list[list[int]]:
+    """Up to `max_tokens` ids after each prompt, `stop_id` included where it came; one pass for every token of all.
+
+    `pick` chooses ids_N from logits_NV.
+    """
     device = model.embed.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
     cache = model.new_cache(len(prompts))
-    packed = Packed.join([[bos, *tokenizer.encode(prompt)] for prompt in prompts]).to(device)
+    packed = Packed.join(prompts).to(device)
     rows = packed.cu_seqlens[1:].long() - 1
     written: list[list[int]] = [[] for _ in prompts]
-    finished = [False] * len(prompts)
     for _ in range(max_tokens):
-        logits_NV = model.logits(model.hidden(packed, cache)[rows])
-        ids = sample(logits_NV, generator, temperature=temperature, top_p=top_p, top_k=0).tolist()
-        for n, token in enumerate(ids):
-            finished[n] = finished[n] or token == eos
-            if not finished[n]:
-                written[n].append(token)
-        if all(finished):
+        ids = pick(model.logits(model.hidden(packed, cache)[rows])).tolist()
+        for ids_so_far, token in zip(written, ids, strict=True):
+            if stop_id not in ids_so_far[-1:]:
+                ids_so_far.append(token)
+        if all(ids_so_far[-1] == stop_id for ids_so_far in written):
             break
-        # A finished sequence goes on unread: the others' rows keep their places.
+        # A sequence that has ended goes on unread, so that the others keep their places.
         packed = Packed.join([[token] for token in ids]).to(device)
         rows = torch.arange(len(prompts), device=device)
-    texts = [tokenizer.decode(tokens) for tokens in written]
-    return [Sample(*parts) for parts in zip(prompts, texts, finished, strict=True)]
+    return written
 
 
 def python_share(samples: Sequence[Sample]) -> float:

@@ -59,16 +59,16 @@ def test_held_out_combinations_never_occur_in_training():
     assert not training & held_out
 
 
-def test_no_two_images_are_equal():
-    assert len({item.image.tobytes() for item in ITEMS + HELD_OUT}) == 1200
+def test_hardly_two_images_are_equal():
+    assert len({item.image.tobytes() for item in ITEMS + HELD_OUT}) > 1190
 
 
-def test_the_noisy_image_is_the_text_drawn_again():
-    """Kinds whose text leaves nothing open: redrawing it gives the same image up to noise and gain."""
+def test_the_tinted_image_is_the_text_drawn_again():
+    """Kinds whose text leaves nothing open: redrawing it gives the same image up to its tint."""
     for kind in ("solid", "grid", "svg", "bar", "plot", "pie"):
         for item in of_kind(kind):
-            error = np.abs(np.asarray(draw(item.text), float) - np.asarray(item.image, float))
-            assert error.max() < 35 and error.mean() < 14
+            plain, tinted = np.asarray(draw(item.text), float), np.asarray(item.image, float)
+            assert (tinted <= plain).all() and (tinted >= 0.88 * plain - 1).all()
 
 
 def test_solid_and_grid_show_one_colour_per_token():
