@@ -4,7 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Extra pip options may follow, for example an index that serves the CPU build.
+# Another release in the supported range may be named here, with pip options behind it (an index of CPU builds, say).
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # A candidate must run, be 3.11 or 3.12, and be able to create an environment with pip.
@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	fi
 	@echo "installing $(TORCH), then openk3 with its development tools"
 	@$(PIP) install $(TORCH)
-	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
 	@touch $@
 
 demo: setup ## train a small K3 on this machine (8 minutes)
