@@ -14,7 +14,7 @@ from openk3.commands.flags import Doctor
 from openk3.commands.runs import RUNS, newest_run
 from openk3.ops import backend
 
-PACKAGES = ("torch", "numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
+PACKAGES = ("numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
 OPTIONAL = {"av": "video files (pip install 'openk3[video]')"}
 GIB = 2**30
 
@@ -72,7 +72,8 @@ def gpus() -> str:
 
 def packages() -> list[tuple[str, str]]:
     """Installed versions of what openk3 imports, and of what it can do more with."""
-    rows = [("openk3", version("openk3") or "not installed (running from its sources)")]
+    ours = version("openk3") or "not installed (running from its sources)"
+    rows = [("openk3", ours), ("torch", torch.__version__)]
     rows += [(name, version(name) or "MISSING: pip install .") for name in PACKAGES]
     return rows + [(name, version(name) or f"not installed; needed only for {use}") for name, use in OPTIONAL.items()]
 

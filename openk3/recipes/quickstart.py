@@ -82,7 +82,7 @@ def model() -> ModelConfig:
 
 
 def pretrain() -> PretrainConfig:
-    """4,096 tokens a step in windows of 256, and of 2,048 for the last eighth; `SHARES` become the weights of its files."""
+    """4,096 tokens a step in windows of 256, and of 2,048 for the last eighth; `SHARES` weigh its files."""
     return PretrainConfig(
         model=model(),
         data=DataConfig(
