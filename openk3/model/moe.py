@@ -20,6 +20,9 @@ from openk3.ops.norm import at_least_float32
 from openk3.ops.routing import Routes, combine_rows, gather_rows, route, sort_by_expert
 from openk3.ops.situ import situ_glu
 
+# Rows of padding that balanced experts may get for the sake of one batched product: at most a quarter.
+MAX_PADDING = 1.25
+
 
 class DenseFFN(nn.Module):
     """W_down SiTU-GLU(W_gate x, W_up x): the first layer's feed-forward part and the shared experts."""
@@ -80,7 +83,7 @@ class Experts(nn.Module):
 
 
 class DispatchPlan(NamedTuple):
-    """How to undo a dispatch: the permutation of the T*k token copies that sorted them by expert."""
+    """How to undo a dispatch: which of the T*k token copies lies in each row, sorted by expert (T*k: padding)."""
 
     order_M: Tensor
 
@@ -89,8 +92,8 @@ class LocalExchange:
     """Token copies to their experts and back, where all experts live here."""
 
     def dispatch(self, z_TC: Tensor, expert_ids_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor, DispatchPlan]:
-        """(rows sorted by expert [M, C], rows of each expert [E], plan)."""
-        order_M, counts_E = sort_by_expert(expert_ids_Tk, num_experts)
+        """(rows sorted by expert [M, C], rows of each expert [E], padding included, plan)."""
+        order_M, counts_E = sort_by_expert(expert_ids_Tk, num_experts, max_padding=MAX_PADDING)
         return gather_rows(z_TC, order_M, expert_ids_Tk.shape[1]), counts_E, DispatchPlan(order_M)
 
     def combine(self, y_MC: Tensor, plan: DispatchPlan, weights_Tk: Tensor) -> Tensor:

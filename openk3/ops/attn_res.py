@@ -40,7 +40,7 @@ class _MixDepth(torch.autograd.Function):
         for source_TD in sources:
             value_TD = source_TD.to(wide)
             rrms.append(_reciprocal_rms(value_TD, eps))
-            scores.append((value_TD @ vector_D).mul_(rrms[-1]))
+            scores.append((value_TD @ vector_D.unsqueeze(1)).squeeze(1).mul_(rrms[-1]))
         scores_LT = torch.stack(scores)
         probs_LT = scores_LT.softmax(0)
         mixed_TD = sources[0].to(wide) * probs_LT[0].unsqueeze(1)
@@ -68,17 +68,17 @@ class _MixDepth(torch.autograd.Function):
         toward_vector_LT = grad_scores_LT * rrms_LT
         # score = rrms * (value . vector), and d rrms / d value = -rrms^3 * value / D
         shrink_LT = grad_scores_LT * scores_LT * rrms_LT.square() / -vector_D.shape[0]
-        grad_vector_D = torch.zeros_like(vector_D)
+        grad_vector_1D = torch.zeros_like(vector_D).unsqueeze(0)
         grad_sources: list[torch.Tensor | None] = []
         for i, value_TD in enumerate(values):
-            grad_vector_D.addmv_(value_TD.T, toward_vector_LT[i])
+            grad_vector_1D += toward_vector_LT[i : i + 1] @ value_TD
             if not ctx.needs_input_grad[2 + i]:
                 grad_sources.append(None)
                 continue
             grad_value_TD = value_TD * shrink_LT[i].unsqueeze(1)
             grad_value_TD.addcmul_(grad_TD, probs_LT[i].unsqueeze(1)).addr_(toward_vector_LT[i], vector_D)
             grad_sources.append(grad_value_TD.to(grad_out.dtype))
-        return grad_vector_D, None, *grad_sources
+        return grad_vector_1D.squeeze(0), None, *grad_sources
 
 
 def inter_block(

@@ -13,7 +13,7 @@ def grouped_linear(x_MC: torch.Tensor, weight_EOC: torch.Tensor, counts_E: torch
 
     `x_MC` holds the rows of expert 0, then of expert 1, and so on; `counts_E` (int64) says how many each has.
     Experts without rows are not computed and their weight gradient is exactly zero. M = 0 gives an empty result
-    that still carries (zero) gradients.
+    that still carries (zero) gradients. Equal counts take one batched product.
 
     Raises ValueError if shapes, dtypes or the counts' sum do not fit.
     """
@@ -47,6 +47,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _rows_times(rows_MX: torch.Tensor, matrix_EXY: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """Each expert's rows times its matrix -> [M, Y]."""
+    if _is_even(counts_E):
+        return torch.bmm(rows_MX.view(counts_E.shape[0], -1, rows_MX.shape[1]), matrix_EXY).flatten(0, 1)
     if _has_kernel(rows_MX, *matrix_EXY.shape[1:]):
         return torch.nn.functional.grouped_mm(rows_MX.contiguous(), _dense(matrix_EXY), offs=_ends(counts_E))
     out_MY = rows_MX.new_empty(rows_MX.shape[0], matrix_EXY.shape[2])
@@ -57,6 +59,9 @@ def _rows_times(rows_MX: torch.Tensor, matrix_EXY: torch.Tensor, counts_E: torch
 
 def _outer(left_MX: torch.Tensor, right_MY: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """left^T right over each expert's rows -> [E, X, Y], exactly zero for an expert without rows."""
+    if _is_even(counts_E):
+        left_EMX, right_EMY = (x.view(counts_E.shape[0], -1, x.shape[1]) for x in (left_MX, right_MY))
+        return torch.bmm(left_EMX.mT, right_EMY)
     if _has_kernel(left_MX, left_MX.shape[1], right_MY.shape[1]):
         left_XM = left_MX.contiguous().T
         out_EXY = torch.nn.functional.grouped_mm(left_XM, right_MY.contiguous(), offs=_ends(counts_E))
@@ -66,6 +71,12 @@ def _outer(left_MX: torch.Tensor, right_MY: torch.Tensor, counts_E: torch.Tensor
     for expert, start, end in _segments(counts_E):
         torch.mm(left_MX[start:end].T, right_MY[start:end], out=out_EXY[expert])
     return out_EXY
+
+
+def _is_even(counts_E: torch.Tensor) -> bool:
+    """Whether every expert has the same number of rows, at least one."""
+    least, most = counts_E.aminmax()
+    return bool((least == most) & (least > 0))
 
 
 def _has_kernel(rows: torch.Tensor, *widths: int) -> bool:

@@ -54,18 +54,30 @@ def route(
     return Routes(ids_Tk, weights_Tk * scale, threshold_T)
 
 
-def sort_by_expert(expert_ids_Tk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group the M = T*k slots by expert: (order_M, counts_E), both int64.
+def sort_by_expert(
+    expert_ids_Tk: torch.Tensor, num_experts: int, *, max_padding: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Group the T*k slots by expert: (order_M, counts_E), both int64.
 
     Slot t*k + i is token t's i-th choice. `order_M` lists slots by expert, in token order within one expert;
-    `counts_E` is the number of slots of each expert.
+    `counts_E` is the number of rows of each expert. M = T*k, unless all experts have rows and giving each as many as
+    the fullest has makes at most `max_padding` times as many: then they all get that many, which lets one batched
+    product serve them, and the rows beyond an expert's own name slot T*k, which does not exist.
     """
-    slots_M = expert_ids_Tk.reshape(-1)
-    return torch.argsort(slots_M, stable=True), torch.bincount(slots_M, minlength=num_experts)
+    slots = expert_ids_Tk.reshape(-1)
+    order_M, counts_E = torch.argsort(slots, stable=True), torch.bincount(slots, minlength=num_experts)
+    least, most = (int(x) for x in counts_E.aminmax())
+    if least == 0 or least == most or most * num_experts > max_padding * slots.shape[0]:
+        return order_M, counts_E
+    expert_M = slots[order_M]
+    place_M = torch.arange(slots.shape[0], device=slots.device) - (counts_E.cumsum(0) - counts_E)[expert_M]
+    padded_M = torch.full((num_experts * most,), slots.shape[0], device=slots.device)
+    padded_M[expert_M * most + place_M] = order_M
+    return padded_M, torch.full_like(counts_E, most)
 
 
 def gather_rows(x_TC: torch.Tensor, order_M: torch.Tensor, k: int) -> torch.Tensor:
-    """Copy each token's row to its k slots in expert order: [T, C] -> [M, C]."""
+    """Copy each token's row to its k slots in expert order: [T, C] -> [M, C]. Padding repeats the last token's row."""
     return _GatherRows.apply(x_TC, order_M, k)
 
 
@@ -73,6 +85,7 @@ def combine_rows(y_MC: torch.Tensor, order_M: torch.Tensor, weights_Tk: torch.Te
     """Weighted sum of each token's k expert outputs, `y_MC` being in expert order: [M, C] -> [T, C].
 
     Products and sums are in at least float32 (and in no less than the weights' dtype), then one cast to y's dtype.
+    Padding rows count for nothing and get zero gradients.
     """
     return _CombineRows.apply(y_MC, order_M, weights_Tk)
 
@@ -96,10 +109,15 @@ def _largest(values_TE: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     return ids[:, :count], values[:, :count]
 
 
-def _slot_rows(order_M: torch.Tensor) -> torch.Tensor:
+def _slot_rows(order_M: torch.Tensor, num_slots: int) -> torch.Tensor:
     """The row at which each slot lies in expert order: the inverse permutation."""
     rows = torch.arange(order_M.shape[0], device=order_M.device)
-    return torch.empty_like(order_M).scatter_(0, order_M, rows)
+    return order_M.new_empty(num_slots + 1).scatter_(0, order_M, rows)[:num_slots]
+
+
+def _token_rows(x_TC: torch.Tensor, order_M: torch.Tensor, k: int) -> torch.Tensor:
+    """The row of the token that each slot belongs to; padding takes the last token's."""
+    return x_TC.index_select(0, (order_M // k).clamp_(max=max(0, x_TC.shape[0] - 1)))
 
 
 def _sum_slots(y_MC: torch.Tensor, rows_Tk: torch.Tensor, weights_Tk: torch.Tensor | None) -> torch.Tensor:
@@ -114,7 +132,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x_TC: torch.Tensor, order_M: torch.Tensor, k: int) -> torch.Tensor:
         ctx.save_for_backward(order_M)
         ctx.shape = (x_TC.shape[0], k)
-        return x_TC.index_select(0, order_M // k)
+        return _token_rows(x_TC, order_M, k)
 
     @staticmethod
     @once_differentiable
@@ -122,7 +140,8 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad_MC,), (order_M,) = grads, ctx.saved_tensors
         wide_MC = grad_MC.to(torch.promote_types(grad_MC.dtype, torch.float32)).contiguous()
-        return _sum_slots(wide_MC, _slot_rows(order_M).view(ctx.shape), None).to(grad_MC.dtype), None, None
+        rows_Tk = _slot_rows(order_M, ctx.shape[0] * ctx.shape[1]).view(ctx.shape)
+        return _sum_slots(wide_MC, rows_Tk, None).to(grad_MC.dtype), None, None
 
 
 class _CombineRows(torch.autograd.Function):
@@ -130,7 +149,7 @@ class _CombineRows(torch.autograd.Function):
     def forward(ctx: Any, y_MC: torch.Tensor, order_M: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(y_MC, order_M, weights_Tk)
         wide = torch.promote_types(torch.promote_types(y_MC.dtype, weights_Tk.dtype), torch.float32)
-        rows_Tk = _slot_rows(order_M).view(weights_Tk.shape)
+        rows_Tk = _slot_rows(order_M, weights_Tk.numel()).view(weights_Tk.shape)
         return _sum_slots(y_MC.to(wide), rows_Tk, weights_Tk.to(wide)).to(y_MC.dtype)
 
     @staticmethod
@@ -139,8 +158,10 @@ class _CombineRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
         y_MC, order_M, weights_Tk = ctx.saved_tensors
         wide = torch.promote_types(torch.promote_types(y_MC.dtype, weights_Tk.dtype), torch.float32)
-        grad_MC = grads[0].to(wide).index_select(0, order_M // weights_Tk.shape[1])
-        grad_weights_M = torch.empty_like(order_M, dtype=wide)
-        grad_weights_M[order_M] = torch.linalg.vecdot(grad_MC, y_MC.to(wide))
-        grad_MC.mul_(weights_Tk.to(wide).view(-1)[order_M].unsqueeze(1))
-        return grad_MC.to(y_MC.dtype), None, grad_weights_M.view(weights_Tk.shape).to(weights_Tk.dtype)
+        grad_MC = _token_rows(grads[0].to(wide), order_M, weights_Tk.shape[1])
+        # One more slot than there are: where padding goes, with weight zero.
+        weights = torch.cat((weights_Tk.to(wide).reshape(-1), weights_Tk.new_zeros(1, dtype=wide)))
+        grad_weights = torch.empty_like(weights)
+        grad_weights[order_M] = torch.linalg.vecdot(grad_MC, y_MC.to(wide))
+        grad_MC.mul_(weights[order_M].unsqueeze(1))
+        return grad_MC.to(y_MC.dtype), None, grad_weights[:-1].view(weights_Tk.shape).to(weights_Tk.dtype)

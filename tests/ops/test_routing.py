@@ -127,13 +127,35 @@ def test_rows_to_experts_and_back(tokens: int, num_experts: int, data: st.DataOb
     torch.testing.assert_close(out_TC, x_TC * (weights_Tk * (ids_Tk + 1)).sum(-1, keepdim=True))
 
 
-def test_row_gradients() -> None:
-    """Both permutations carry exact gradients, the weights' included."""
-    ids_Tk, weights_Tk = routed(5, 4, 2, seed=7)
-    order_M, _ = sort_by_expert(ids_Tk, 4)
-    assert torch.autograd.gradcheck(lambda x: gather_rows(x, order_M, 2), random(5, 3, seed=8, grad=True))
-    inputs = (random(10, 3, seed=9, grad=True), weights_Tk.requires_grad_())
-    assert torch.autograd.gradcheck(lambda y, w: combine_rows(y, order_M, w), inputs)
+UNEVEN = torch.tensor([[0, 1], [0, 1], [2, 0], [1, 2], [3, 0]])  # 4, 3, 2 and 1 slots
+
+
+def test_padding_makes_counts_even() -> None:
+    """Every expert gets the fullest one's number of rows if the limit allows: its slots, then ones that do not exist."""
+    order_M, counts_E = sort_by_expert(UNEVEN, 4, max_padding=1.6)
+    assert counts_E.tolist() == [4, 4, 4, 4]
+    assert order_M.view(4, 4).tolist() == [[0, 2, 5, 9], [1, 3, 6, 10], [4, 7, 10, 10], [8, 10, 10, 10]]
+    for ids_Tk, num_experts, max_padding in ((UNEVEN, 4, 1.59), (UNEVEN, 5, 100.0), (UNEVEN[:0], 4, 100.0)):
+        order_M, counts_E = sort_by_expert(ids_Tk, num_experts, max_padding=max_padding)
+        assert sorted(order_M.tolist()) == list(range(ids_Tk.numel())) and counts_E.sum() == ids_Tk.numel()
+
+
+@pytest.mark.parametrize("max_padding", [1.0, 1.6])
+def test_row_gradients(max_padding: float) -> None:
+    """Both permutations carry exact gradients, the weights' included; padding changes no result and gets none."""
+    order_M, _ = sort_by_expert(UNEVEN, 4, max_padding=max_padding)
+    x_TC, weights_Tk = random(5, 3, seed=8, grad=True), random(5, 2, seed=9).sigmoid().requires_grad_()
+
+    def there_and_back(x_TC: Tensor) -> Tensor:
+        return combine_rows(gather_rows(x_TC, order_M, 2), order_M, weights_Tk)
+
+    assert torch.autograd.gradcheck(there_and_back, x_TC)
+    torch.testing.assert_close(there_and_back(x_TC), x_TC * weights_Tk.sum(-1, keepdim=True))
+    y_MC = random(len(order_M), 3, seed=9, grad=True)
+    assert torch.autograd.gradcheck(lambda y, w: combine_rows(y, order_M, w), (y_MC, weights_Tk))
+    (gradient_MC,) = torch.autograd.grad(combine_rows(y_MC, order_M, weights_Tk).sum(), y_MC)
+    assert ((gradient_MC == 0).all(-1) == (order_M == 10)).all()
+    torch.testing.assert_close(gather_rows(x_TC, order_M, 2), x_TC[(order_M // 2).clamp(max=4)])
 
 
 def test_combine_sums_in_float32() -> None:
