@@ -137,11 +137,7 @@ class K3(nn.Module):
         return packed.expand(self.config.media_placeholder_token_id)
 
     def backbone(
-        self,
-        x_TD: Tensor,
-        cu_seqlens: Tensor,
-        cache: DenseCache | None = None,
-        trace: Trace | None = None,
+        self, x_TD: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None, trace: Trace | None = None
     ) -> Tensor:
         """h_TD from embedded inputs: every layer, then the last depth read."""
         sequences, trace = Sequences(cu_seqlens), trace or NO_TRACE
