@@ -131,7 +131,7 @@ UNEVEN = torch.tensor([[0, 1], [0, 1], [2, 0], [1, 2], [3, 0]])  # 4, 3, 2 and 1
 
 
 def test_padding_makes_counts_even() -> None:
-    """Every expert gets the fullest one's number of rows if the limit allows: its slots, then ones that do not exist."""
+    """Every expert gets as many rows as the fullest if the limit allows: its own slots, then ones that do not exist."""
     order_M, counts_E = sort_by_expert(UNEVEN, 4, max_padding=1.6)
     assert counts_E.tolist() == [4, 4, 4, 4]
     assert order_M.view(4, 4).tolist() == [[0, 2, 5, 9], [1, 3, 6, 10], [4, 7, 10, 10], [8, 10, 10, 10]]
