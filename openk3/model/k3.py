@@ -47,9 +47,8 @@ class K3(nn.Module):
         width, eps, depth = text.hidden_size, text.rms_norm_eps, text.num_hidden_layers
         self.config = config
         self.embed = nn.Embedding(text.vocab_size, width)
-        self.layers = nn.ModuleList(
-            Layer(text, i, kind, text.is_moe_layer(i)) for i, kind in enumerate(text.layer_kinds())
-        )
+        kinds = enumerate(text.layer_kinds())
+        self.layers = nn.ModuleList(Layer(text, i, kind, text.is_moe_layer(i)) for i, kind in kinds)
         self.output_query = DepthQuery(width, eps, depth, "output")
         self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, text.vocab_size, bias=False)
@@ -184,8 +183,7 @@ class K3(nn.Module):
 
     def new_cache(self, num_sequences: int) -> DenseCache:
         """An empty cache of this model's dtype and device."""
-        weight = self.embed.weight
-        return DenseCache(self.config, num_sequences, weight.dtype, weight.device)
+        return DenseCache(self.config, num_sequences, self.embed.weight.dtype, self.embed.weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`.to(bfloat16)` and the like leave what has to stay at least float32 as it is."""
