@@ -82,7 +82,10 @@ def _fill(value: Tensor, name: str, generator: torch.Generator, initializer_rang
     if name.startswith(("vision.", "projector.")):
         gain = 2.0 if ".mlp." in name or name.startswith("projector.") else 1.0
         std = math.sqrt(gain / value[0].numel())
-        return nn.init.trunc_normal_(value, std=std, a=-2 * std, b=2 * std, generator=generator)
+        # torch's own trunc_normal_ draws other numbers in other versions.
+        edge = math.erf(math.sqrt(2))
+        value.uniform_(-edge, edge, generator=generator).erfinv_().mul_(std * math.sqrt(2))
+        return value.clamp_(-2 * std, 2 * std)
     return value.normal_(std=initializer_range, generator=generator)
 
 
