@@ -118,9 +118,11 @@ def _extra(path: Path, config: ModelConfig) -> dict[str, Any]:
 
 def _fill(tensors: dict[str, Any], path: Path) -> None:
     """Read the named tensors of a checkpoint into the given ones."""
+    reader = _Reader(path)
     try:
+        reader.read_metadata()  # torch 2.11's DCP would hide why the index was refused
         with _quiet():
-            dcp.load(tensors, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)
+            dcp.load(tensors, storage_reader=reader, planner=_Planner(), no_dist=True)
     except (OSError, CheckpointException, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{path}: damaged ({_reason(error)}); remove it to resume from an earlier one") from error
 
