@@ -94,10 +94,12 @@ class BalanceConfig:
 
     method: str = "histogram"  # "histogram", or "exact": keeps every margin of the step
     bins: int = 1000  # bins of the histogram
+    ema: float = 0.0  # share of the earlier bias that each update keeps, against noise; 0: each step stands alone
 
     def __post_init__(self) -> None:
         _require(self.method in ("histogram", "exact"), f"balance.method: 'histogram' or 'exact', got {self.method!r}")
         _require(self.bins >= 1, "balance.bins: must be at least 1")
+        _require(0 <= self.ema < 1, f"balance.ema: must lie in [0, 1), got {self.ema}")
 
 
 @dataclass(frozen=True)

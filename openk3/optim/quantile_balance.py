@@ -127,7 +127,7 @@ class BalanceTrace(Trace):
         }
         self.loads: dict[int, Tensor] = {}
         self.max_logits: dict[int, Tensor] = {}
-        self._wants_max_logits = max_logits
+        self._wants_max_logits, self._ema = max_logits, config.ema
         self._open = False
 
     @staticmethod
@@ -173,7 +173,7 @@ class BalanceTrace(Trace):
             statistic = self.statistics[layer]
             # With every expert chosen there is nothing to balance, and no (k+1)-th score.
             if statistic.num_tokens and router.k < len(router.bias):
-                router.bias.copy_(statistic.bias(router.k))
+                router.bias.lerp_(statistic.bias(router.k).to(router.bias), 1 - self._ema)
         self.reset()
 
     def reset(self) -> None:

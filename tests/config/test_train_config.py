@@ -97,6 +97,7 @@ WRONG_VALUES = [
     (OptimConfig, {"weight_decay": -1.0}, r"optim\.weight_decay"),
     (BalanceConfig, {"method": "none"}, r"balance\.method"),
     (BalanceConfig, {"bins": 0}, r"balance\.bins"),
+    (BalanceConfig, {"ema": 1.0}, r"balance\.ema"),
     (CheckpointConfig, {"every": -1}, r"checkpoint\.every"),
     (CheckpointConfig, {"keep": 0}, r"checkpoint\.keep"),
     (CheckpointConfig, {"experts": "int8"}, r"checkpoint\.experts"),

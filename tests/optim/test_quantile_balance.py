@@ -136,6 +136,21 @@ def test_bias_moves_only_in_update(method: str) -> None:
     assert all(torch.equal(a, router.bias) for a, router in zip(biases, trace.routers.values()))
 
 
+def test_moving_average_keeps_a_share_of_the_earlier_bias() -> None:
+    """Appendix D's option: with ema 0.75 the new bias has a quarter of the step's own quantiles; 0 takes them whole."""
+    model = K3.build(small_model(), seed=0)
+    plain, smooth = BalanceTrace(model, BalanceConfig()), BalanceTrace(model, BalanceConfig(ema=0.75))
+    router, earlier = plain.routers[1], torch.tensor([0.03, -0.01, -0.01, -0.01])
+    found = []
+    for trace in (plain, smooth):
+        router.bias.copy_(earlier)
+        trace.open()
+        model.loss(random_batch(0), trace)
+        trace.update()
+        found.append(router.bias.clone())
+    torch.testing.assert_close(found[1], 0.75 * earlier + 0.25 * found[0])
+
+
 def test_only_open_forward_passes_count() -> None:
     """Evaluation (no trace), a closed trace (recomputation in backward) and a second reset leave no statistics."""
     model = K3.build(small_model(), seed=0)
