@@ -80,9 +80,10 @@ def _is_even(counts_E: torch.Tensor) -> bool:
 
 
 def _has_kernel(rows: torch.Tensor, *widths: int) -> bool:
-    """Whether torch's grouped product takes these operands: not float64, rows a multiple of 16 bytes, not empty."""
+    """Whether torch's grouped product takes these operands: rows a multiple of 16 bytes, not empty, right dtype."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if rows.device.type == "cpu" else (torch.bfloat16,)
     aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
-    return aligned and rows.shape[0] > 0 and rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return aligned and rows.shape[0] > 0 and rows.dtype in dtypes
 
 
 def _dense(matrix_EXY: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,9 @@ def test_queries_are_the_last_positions(pairs: list[tuple[int, int]]) -> None:
     check([new for new, _ in pairs], [new + old for new, old in pairs])
 
 
-@pytest.mark.parametrize("limits", [{"_KEPT_VALUES": 0}, {"_TILE_VALUES": 300}, {"_TILE_ROWS": 16}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"_KEPT_VALUES": 0}, {"_TILE_VALUES": 300}, {"_TILE_ROWS": 16, "_LONG": 100}], ids=str
+)
 def test_limits_change_nothing(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed probabilities, tiles split over heads and rows, smaller tiles: the same result."""
     for name, value in limits.items():

@@ -8,8 +8,10 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch.autograd.function import once_differentiable
 
-# Query rows per tile: enough for full-speed matrix products, few enough to waste little beyond the diagonal.
+# Query rows per tile: enough for full-speed matrix products, few enough to waste little beyond the diagonal; twice as
+# many where the diagonal is a small part of the sequence.
 _TILE_ROWS = 128
+_LONG = 1024
 # Scores that exist at once (float32: 16 MiB), whatever the length of a sequence or the number of heads.
 _TILE_VALUES = 1 << 22
 # Probabilities kept for the backward pass (float32: 32 MiB); beyond that it computes them again.
@@ -170,7 +172,8 @@ def _plan(ends_q: list[int], ends_k: list[int]) -> list[_Tile]:
             tiles[-1] = _Tile(tiles[-1].q0, q1, tiles[-1].k0, k1, tuple(group))
             continue
         group = [(q1, k1)] if 0 < max(q1 - q0, k1 - k0) <= _TILE_ROWS // 2 else []
-        rows = max(1, min(_TILE_ROWS, _TILE_VALUES // max(1, k1 - k0)))
+        rows = _TILE_ROWS if k1 - k0 <= _LONG else 2 * _TILE_ROWS
+        rows = max(1, min(rows, _TILE_VALUES // max(1, k1 - k0)))
         for start in range(q0, q1, rows):
             end = min(start + rows, q1)
             tiles.append(_Tile(start, end, k0, k1 - (q1 - end)))
