@@ -54,7 +54,7 @@ class _Edges:
     recent_X: Tensor  # pool row of each slot of the new windows, [N * W]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _edges(bounds: tuple[int, ...], taps: int, device: torch.device) -> _Edges:
     """Edges of sequences [bounds[n], bounds[n + 1]); remembered, because every layer of a step asks again."""
     start_N = torch.tensor(bounds)[:-1]

@@ -209,6 +209,22 @@ def test_backward_leaves_things_as_they_were() -> None:
     assert all(torch.equal(inputs[name], copies[name]) for name in NAMES)
 
 
+def test_strided_inputs() -> None:
+    """Slices of wider tensors, transposed states and expanded gradients are as good as contiguous ones."""
+    inputs = kda_inputs([20, 40])
+    wide = torch.cat([inputs["q"], inputs["k"], inputs["v"], inputs["decay_logit"]], 2)
+    slices = dict(zip(("q", "k", "v", "decay_logit"), wide.split([8, 8, 12, 8], 2)))
+    slices["state"] = inputs["state"].mT.contiguous().mT
+    assert not slices["q"].is_contiguous() and not slices["state"].is_contiguous()
+    want = run_with_gradients(chunk_kda, inputs, [20, 40])
+    leaves = {name: x.requires_grad_() for name, x in (inputs | slices).items()}
+    o, state = run(chunk_kda, leaves, [20, 40])
+    assert torch.equal(o, want["o"]) and torch.equal(state, want["final"])
+    (grad,) = torch.autograd.grad(o.sum(), leaves["v"])
+    ones = torch.autograd.grad(run(chunk_kda, leaves, [20, 40])[0], leaves["v"], torch.ones_like(o))
+    assert torch.equal(grad, ones[0])
+
+
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_uninitialised_memory_is_never_read(bound: float | None) -> None:
     """With every fresh tensor filled with NaN the result is the same, padding of ragged chunks included."""

@@ -133,11 +133,14 @@ def test_number_formats() -> None:
 
 
 @pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
-def test_bounds_must_cover_the_tokens(op) -> None:
-    """cu_seqlens that ends early, starts late or falls is an error that names the number of tokens."""
+def test_bounds_and_states_must_fit_the_tokens(op) -> None:
+    """cu_seqlens that ends early, starts late or falls is an error that names the number of tokens; so is a state too
+    many."""
     inputs = kda_inputs([5])
     gate = KdaGate(inputs["A_log"], inputs["dt_bias"])
     rest = [inputs[name] for name in ("q", "k", "v", "decay_logit", "beta_logit")]
+    with pytest.raises(ValueError, match=r"state_NHKV: expected \[1, 2, 8, 12\] for these tokens, got \[2, 2, 8, 12\]"):
+        op(*rest, gate, state_NHKV=torch.zeros(2, 2, 8, 12))
     for bounds in ([0, 4], [1, 5], [0, 3, 2, 5], []):
         with pytest.raises(ValueError, match="number of tokens, 5"):
             op(*rest, gate, cu_seqlens=torch.tensor(bounds))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
-from openk3.ops.kda.reference import KdaGate, kda_gate
+from openk3.ops.kda.reference import KdaGate, initial_states, kda_gate
 from openk3.ops.kda.scan import Chunks, Past, scan_backward, scan_forward
 from openk3.ops.kda.scores import Factors, decay_factors, score_backward, score_forward, unit_lower_inverse
 from openk3.ops.norm import at_least_float32, l2_norm
@@ -38,9 +38,7 @@ def chunk_kda(
     g = kda_gate(decay_logit_THK, gate)
     beta = torch.sigmoid(at_least_float32(beta_logit_TH))
     bounds = sequence_bounds(cu_seqlens, q.shape[0])
-    if state_NHKV is None:
-        state_NHKV = v.new_zeros(len(bounds) - 1, *q.shape[1:], v.shape[2])
-    inputs = (q, k, v, g, beta, state_NHKV.to(v.dtype))
+    inputs = (q, k, v, g, beta, initial_states(state_NHKV, len(bounds) - 1, k, v))
     longest = max((b - a for a, b in zip(bounds, bounds[1:])), default=0)
     plan = chunk_plan(bounds, _CHUNK if longest > _SHORT_CHUNK else _SHORT_CHUNK, q.shape[1], q.device)
     if not plan.active:

@@ -49,7 +49,7 @@ class ChunkPlan:
         return x_N if self.rank_N is None else x_N.index_select(0, self.rank_N)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def chunk_plan(bounds: tuple[int, ...], chunk: int, heads: int, device: torch.device) -> ChunkPlan:
     """Plan for sequences [bounds[n], bounds[n + 1]); remembered, because all layers of a step ask for the same one."""
     start_N, length_N = torch.tensor(bounds)[:-1], torch.tensor(bounds).diff()

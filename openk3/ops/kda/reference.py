@@ -63,6 +63,19 @@ class _BoundedGate(torch.autograd.Function):
         return d_logit, d_A_log, d_bias, None
 
 
+def initial_states(state_NHKV: Tensor | None, num_sequences: int, k_THK: Tensor, v_THV: Tensor) -> Tensor:
+    """States before N sequences [N, H, K, V] in v's format: the given ones, or zeros.
+
+    Raises ValueError if the given ones are not of that shape.
+    """
+    shape = (num_sequences, *k_THK.shape[1:], v_THV.shape[2])
+    if state_NHKV is None:
+        return v_THV.new_zeros(shape)
+    if state_NHKV.shape != shape:
+        raise ValueError(f"state_NHKV: expected {list(shape)} for these tokens, got {list(state_NHKV.shape)}")
+    return state_NHKV.to(v_THV.dtype)
+
+
 def recurrent_kda(
     q_THK: Tensor,
     k_THK: Tensor,
@@ -83,7 +96,7 @@ def recurrent_kda(
     q, k [T, H, K] raw; v [T, H, V]; decay_logit [T, H, K]; beta_logit [T, H]. cu_seqlens [N + 1] int cuts the tokens
     into sequences (None: one), state [N, H, K, V] is the one before each (None: zeros). Returns o [T, H, V] in
     v.dtype and the states after each sequence in at least float32, which is what everything is computed in.
-    Raises ValueError if cu_seqlens does not cover the tokens.
+    Raises ValueError if cu_seqlens does not cover the tokens or the states are not N.
     """
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)
@@ -91,12 +104,11 @@ def recurrent_kda(
     alpha = kda_gate(decay_logit_THK, gate).exp()
     beta = torch.sigmoid(at_least_float32(beta_logit_TH))
     bounds = sequence_bounds(cu_seqlens, q.shape[0])
-    if state_NHKV is None:
-        state_NHKV = v.new_zeros(len(bounds) - 1, *q.shape[1:], v.shape[2])
+    state_NHKV = initial_states(state_NHKV, len(bounds) - 1, k, v)
     q_t, k_t, v_t = q.unsqueeze(2).unbind(), k.unsqueeze(2).unbind(), v.unsqueeze(2).unbind()
     alpha_t, beta_t = alpha.unsqueeze(3).unbind(), beta[:, :, None, None].unbind()
     outputs, states = [], []
-    for initial, start, end in zip(at_least_float32(state_NHKV), bounds[:-1], bounds[1:]):
+    for initial, start, end in zip(state_NHKV, bounds[:-1], bounds[1:]):
         state = initial
         for t in range(start, end):
             state = state * alpha_t[t]
