@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -191,19 +193,23 @@ class Joined:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
         self.name = ", ".join(source.name for source in self.sources)
-        self._places = [(source, index) for source in self.sources for index in range(len(source))]
+        self._ends = list(accumulate(len(source) for source in self.sources))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return self._ends[-1] if self._ends else 0
+
+    def _place(self, index: int) -> tuple[Source, int]:
+        number = bisect_right(self._ends, index)
+        return self.sources[number], index - (self._ends[number - 1] if number else 0)
 
     def record(self, index: int) -> Record:
         """Record `index`, counted through all sources."""
-        source, place = self._places[index]
+        source, place = self._place(index)
         return source.record(place)
 
     def key(self, index: int) -> str:
         """The record's name in its own source."""
-        source, place = self._places[index]
+        source, place = self._place(index)
         return source.key(place)
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""replan: fit the number of steps to the time that is left, from the measured step time."""
+"""Fit the number of steps to the time that is left, from the measured step time."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def replan(state: TrainState, step_seconds: float) -> None:
     total = max(total, state.step)
     if abs(total - state.total_steps) > TOLERANCE * state.total_steps or total == state.step:
         state.total_steps = total
+
+
+def extend(state: TrainState) -> None:
+    """Give a finished run that is resumed with more minutes the steps that they allow, at its own mean step time.
+
+    The schedule is then the one of a run that was planned this long from the start: rate and windows go back.
+    """
+    left = state.config.minutes * 60 - state.seconds
+    if state.step and state.step >= state.total_steps and left > 0:
+        state.total_steps = state.step + round(left * state.step / max(state.seconds, 1e-9))

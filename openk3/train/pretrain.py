@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,7 @@ from openk3.runtime.metrics import MetricsLog, StepTimer
 from openk3.runtime.run_folder import RunFolder, write_json
 from openk3.train import checkpoint
 from openk3.train.interrupt import StopSignals
-from openk3.train.plan import replan
+from openk3.train.plan import extend, replan
 from openk3.train.state import TrainState
 from openk3.train.step import train_step
 from openk3.train.validate import held_out_batches, token_bytes, validate
@@ -63,10 +64,11 @@ def pretrain(
     state = TrainState.build(config, _loader(config, train, encoder))
     saved = checkpoint.latest(run.checkpoints) if resume else None
     if saved is not None:
-        planned = state.total_steps
         checkpoint.load(state, saved)
-        # A given number of steps may be raised when resuming; a planned one is part of the state.
-        state.total_steps = state.total_steps if config.minutes else planned
+        if config.minutes:
+            extend(state)  # a planned number of steps is part of the state
+        else:
+            state.total_steps = config.steps
         log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
     write_json(run.config, config.to_dict())
     _Loop(run, state, _Validator(config, encoder, held), on_step).run()
@@ -229,7 +231,9 @@ class _Loop:
         return values
 
     def _bar(self) -> tqdm:
-        return tqdm(total=self.state.total_steps, initial=self.state.step, unit="step", dynamic_ncols=True)
+        interval = 0.5 if sys.stderr.isatty() else 10.0  # a log file needs no animation
+        total, step = self.state.total_steps, self.state.step
+        return tqdm(total=total, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
 
     def _show(self, bar: tqdm, values: dict[str, float]) -> None:
         bar.total = self.state.total_steps

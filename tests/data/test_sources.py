@@ -138,8 +138,13 @@ def test_held_out_split_by_md5() -> None:
 
 def test_joined_counts_through() -> None:
     """Records of the second source follow those of the first."""
-    joined = Joined([Records("a", [{"text": "1"}, {"text": "2"}]), Records("b", [{"text": "3"}], ["three"])])
-    assert joined.name == "a, b" and [joined.key(n) for n in range(len(joined))] == ["a:0", "a:1", "three"]
+    empty = Records("e", [])
+    joined = Joined([Records("a", [{"text": "1"}, {"text": "2"}]), empty, Records("b", [{"text": "3"}], ["three"])])
+    assert (
+        joined.name == "a, e, b"
+        and len(Joined([])) == 0
+        and [joined.key(n) for n in range(len(joined))] == ["a:0", "a:1", "three"]
+    )
     assert joined.record(2).fields["text"] == "3"
 
 

@@ -8,7 +8,7 @@ import pytest
 from small_models import small_run
 
 from openk3.config.train import DataConfig
-from openk3.train.plan import replan
+from openk3.train.plan import extend, replan
 from openk3.train.state import TrainState
 
 STAGES = DataConfig(stages=((0.8, 64), (0.2, 512)), batch_tokens=512, micro_batch_tokens=512)
@@ -56,3 +56,16 @@ def test_config_is_untouched(state: TrainState) -> None:
     state.step = 5
     replan(state, 0.5)
     assert dataclasses.asdict(state.config) == before
+
+
+def test_finished_run_is_extended(state: TrainState) -> None:
+    """100 steps took a minute of two: another 100; an unfinished run, or one without time left, keeps its plan."""
+    state.step, state.total_steps, state.seconds = 100, 100, 60.0
+    extend(state)
+    assert state.total_steps == 200
+    state.total_steps = 150
+    extend(state)
+    assert state.total_steps == 150
+    state.total_steps, state.seconds = 100, 120.0
+    extend(state)
+    assert state.total_steps == 100
