@@ -1,4 +1,4 @@
-"""small: a K3 that one 80 GB GPU trains in about a day."""
+"""small: a K3 that one 80 GB GPU trains in a few days."""
 
 from __future__ import annotations
 
