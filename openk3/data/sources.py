@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -88,29 +89,20 @@ class Files:
             )
 
     def _index(self, file: Path) -> None:
+        """Find a file's records and hash it; mapped, not read, so that a file may be larger than memory."""
         relative = file.name if file == self.root else file.relative_to(self.root).as_posix()
-        data = file.read_bytes()
-        try:
-            data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            self.left_out.append(f"{relative} (byte {error.start})")
+        size = file.stat().st_size
+        if not size:
             return
-        self._digest.update(f"{relative}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
-        self._digest.update(data)
-        if file.suffix == ".jsonl":
-            self._index_lines(file, relative, data)
-        else:
-            pieces = _pieces(data)
-            names = [relative] if len(pieces) == 1 else [f"{relative}#{number}" for number in range(len(pieces))]
-            self.places += [Place(file, name, *piece) for name, piece in zip(names, pieces, strict=True)]
-
-    def _index_lines(self, file: Path, relative: str, data: bytes) -> None:
-        start = 0
-        for number, line in enumerate(data.splitlines(keepends=True), start=1):
-            if line.strip():
-                self.places.append(Place(file, f"{relative}:{number}", start, start + len(line)))
-                record_kind(Record(_parse(line, f"{file}:{number}"), f"{file}:{number}"))
-            start += len(line)
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                places = _lines(data, file, relative) if file.suffix == ".jsonl" else _pieces(data, file, relative)
+            except UnicodeDecodeError as error:
+                self.left_out.append(f"{relative} (byte {error.start})")
+                return
+            self.places += places
+            self._digest.update(f"{relative}\0{size}\0".encode("utf-8", "surrogateescape"))
+            self._digest.update(data)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -259,19 +251,40 @@ def _files(root: Path) -> list[Path]:
     return sorted(path for path in visible if path.is_file())
 
 
-def _pieces(data: bytes) -> list[tuple[int, int]]:
-    """Byte ranges of about PIECE_BYTES that end at line ends; a longer line is cut between two characters."""
-    pieces, start = [], 0
+def _lines(data: mmap.mmap, file: Path, relative: str) -> list[Place]:
+    """One place per non-empty line, each parsed once. Raises DataError naming the line."""
+    places: list[Place] = []
+    number = start = 0
+    while line := data.readline():
+        number += 1
+        if line.strip():
+            record_kind(Record(_parse(line, f"{file}:{number}"), f"{file}:{number}"))
+            places.append(Place(file, f"{relative}:{number}", start, start + len(line)))
+        start += len(line)
+    return places
+
+
+def _pieces(data: mmap.mmap, file: Path, relative: str) -> list[Place]:
+    """Places of about PIECE_BYTES that end at line ends; a longer line is cut between two characters.
+
+    Raises UnicodeDecodeError, with the place in the file, if it is not UTF-8.
+    """
+    spans, start = [], 0
     while start < len(data):
         stop = min(start + PIECE_BYTES, len(data))
         if stop < len(data):
-            line_end = data.rfind(b"\n", start, stop) + 1
-            stop = line_end or stop
-            while data[stop] & 0xC0 == 0x80:
-                stop -= 1
-        pieces.append((start, stop))
+            stop = data.rfind(b"\n", start, stop) + 1 or stop
+            for _ in range(3):  # a character has at most three bytes after its first
+                stop -= data[stop] & 0xC0 == 0x80
+        try:
+            data[start:stop].decode("utf-8")
+        except UnicodeDecodeError as error:
+            error.start += start
+            raise
+        spans.append((start, stop))
         start = stop
-    return pieces
+    names = [relative] if len(spans) == 1 else [f"{relative}#{number}" for number in range(len(spans))]
+    return [Place(file, name, *span) for name, span in zip(names, spans, strict=True)]
 
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:

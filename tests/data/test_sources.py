@@ -68,16 +68,26 @@ def test_long_text_is_cut_at_line_ends_and_between_characters(tmp_path: Path, mo
     assert keys(source)[:2] == ["a.txt#0", "a.txt#1"]
 
 
-def test_files_that_are_not_utf8_are_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning counts them and names the first ones, with the byte."""
+def test_files_that_are_not_utf8_are_left_out_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning counts them and names the first ones, with the byte, also where that is in a later piece."""
     with caplog.at_level(logging.WARNING):
-        source = Files(write(tmp_path, {"a.txt": "fine", "b.txt": b"caf\xe9"}))
+        source = Files(write(tmp_path, {"a.txt": "fine", "b.txt": b"caf\xe9", "c.txt": b"\x80" * 40}))
     assert keys(source) == ["a.txt"]
-    assert f"{tmp_path}: 1 files left out, not UTF-8: b.txt (byte 3)" in caplog.text
+    late = write(tmp_path / "late", {"a.txt": "fine", "d.txt": b"1234567\n12\xe9\n"})
+    monkeypatch.setattr(sources, "PIECE_BYTES", 8)
+    with caplog.at_level(logging.WARNING):
+        assert keys(Files(late)) == ["a.txt"]
+    assert "1 files left out, not UTF-8: d.txt (byte 10)" in caplog.text
+    assert f"{tmp_path}: 2 files left out, not UTF-8: b.txt (byte 3), c.txt (byte 0)" in caplog.text
 
 
 def test_errors_name_file_and_line(tmp_path: Path) -> None:
     """Broken lines are found before training starts."""
+    write(tmp_path, {"code/a.jsonl": b'{"text": "x"}\n{"text": "caf\xe9"}\n'})
+    with pytest.raises(DataError, match=r"code/a\.jsonl:2: not valid JSON .*utf-8"):
+        Files(tmp_path / "code")
     write(tmp_path, {"json/a.jsonl": '{"text": "x"}\n{"text": \n', "field/a.jsonl": '{"body": "x"}', "none/a.bin": "x"})
     with pytest.raises(DataError, match=r"json/a\.jsonl:2: not valid JSON"):
         Files(tmp_path / "json")
