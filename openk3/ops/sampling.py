@@ -67,8 +67,7 @@ def _draw(
         probs_NV = probs_NV.masked_fill(reached_NV, 0)
     total_NV = probs_NV.cumsum(-1)
     uniform_N1 = torch.rand(total_NV.shape[0], 1, dtype=torch.float64, device=total_NV.device, generator=generator)
+    # The number is at most 1 - 2^-53, so its product with the total stays below the total even after rounding, and the
+    # first running sum above it belongs to an id that has a probability.
     position_N1 = torch.searchsorted(total_NV, uniform_N1 * total_NV[:, -1:], right=True)
-    # Rounding may put the target at the very end; the last id with a probability is where the sum stops growing.
-    last_N1 = (total_NV < total_NV[:, -1:]).sum(-1, keepdim=True)
-    position_N1 = torch.minimum(position_N1, last_N1)
     return position_N1 if ids_NV is None else ids_NV.gather(1, position_N1)

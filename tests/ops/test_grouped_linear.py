@@ -73,6 +73,23 @@ def test_only_experts_with_rows_are_computed() -> None:
     assert watch.calls["mm"] == 3
 
 
+def test_idle_experts_whatever_the_kernel_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E01: a kernel that leaves garbage where an expert has no rows changes nothing."""
+    kernel = torch.nn.functional.grouped_mm
+
+    def careless(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        out = kernel(left, right, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", careless)
+    x_MC, weight_EOC = random(5, 8, dtype=torch.float32), random(4, 4, 8, seed=1, dtype=torch.float32, grad=True)
+    grouped_linear(x_MC, weight_EOC, torch.tensor([0, 2, 0, 3])).sum().backward()
+    assert weight_EOC.grad is not None
+    assert (weight_EOC.grad[[0, 2]] == 0).all() and (weight_EOC.grad[[1, 3]] != 0).all()
+
+
 def test_even_counts_take_one_product() -> None:
     """50 experts with 4 rows each: one batched product forward and two backward."""
     x_MC, weight_EOC = random(200, 3, seed=1, grad=True), random(50, 5, 3, seed=2, grad=True)

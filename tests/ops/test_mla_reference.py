@@ -114,6 +114,14 @@ def test_memory_grows_with_length_not_its_square(monkeypatch: pytest.MonkeyPatch
     assert watch.largest <= max(1 << 14, 1500 * H * K)
 
 
+def test_short_sequences_share_tiles_of_bounded_size() -> None:
+    """100 sequences of 15 tokens: a dozen tiles, each no larger than one of a long sequence."""
+    tensors, cu = inputs(1500, 1500), boundaries([15] * 100)
+    with Watch() as watch, torch.no_grad():
+        mla_attention(*tensors, cu, scale=SCALE)
+    assert watch.largest <= 128 * 128 * H and watch.calls["_softmax"] == 13
+
+
 def test_dtypes_and_strides() -> None:
     """bfloat16 inputs give a float32 output close to float64's and bfloat16 gradients; v may be a strided view."""
     narrow = [x.detach().requires_grad_() for x in inputs(40, 40, torch.bfloat16)]

@@ -98,7 +98,7 @@ def test_one_parameter_set_per_row() -> None:
 
 
 def test_forbidden_ids_are_never_drawn() -> None:
-    """A logit of -inf has no chance, not even where rounding pushes the draw to the very end."""
+    """A logit of -inf has no chance, not even when the largest number below 1 is drawn."""
     logits_V = torch.full((40,), float("-inf"))
     logits_V[[3, 17]] = torch.tensor([0.0, -80.0])
     for options in ({}, {"top_k": 30}, {"top_p": 0.9999}):
