@@ -21,6 +21,7 @@ from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
+from openk3.runtime.device import pick_device
 
 EFFORTS = ("low", "high", "max", "off")
 HELP = """\
@@ -38,7 +39,8 @@ def run(flags: Chat) -> None:
     directory = find_model(flags.run)
     has_limits = (directory / "preprocessor_config.json").is_file()
     media = MediaConfig.from_json(directory) if has_limits else MediaConfig()
-    chat = Conversation(K3.from_pretrained(directory), Tokenizer.load(directory), media, flags)
+    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=pick_device(flags.device))
+    chat = Conversation(model, Tokenizer.load(directory), media, flags)
     for path in flags.image:
         chat.attach(path)
     if flags.message is not None:
@@ -77,7 +79,7 @@ class Conversation:
         limit = min(media.in_patch_limit, model.config.text.max_position_embeddings)
         self.media = dataclasses.replace(media, in_patch_limit=limit)
         self.effort: str = flags.effort
-        self.generator = torch.Generator().manual_seed(flags.seed)
+        self.generator = torch.Generator(model.embed.weight.device).manual_seed(flags.seed)
         self.reset()
 
     def reset(self) -> None:

@@ -13,6 +13,7 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, sub
 from openk3 import recipes
 from openk3.config.train import PretrainConfig
 
+Device = Annotated[Literal["auto", "cpu", "cuda"], arg(help="Where to run; auto takes a GPU if there is one.")]
 Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
 Run = Positional[Annotated[Path | None, arg(metavar="[RUN]", help="Run or model directory; default: newest run.")]]
 
@@ -53,6 +54,7 @@ class Generate:
     """Keep the most likely tokens that together hold this much probability."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights while running."""
+    device: Device = "auto"
     seed: Seed = 0
 
 
@@ -78,6 +80,9 @@ class Chat:
     """Keep only the k most likely tokens; 0 keeps all."""
     top_p: float = 0.95
     """Keep the most likely tokens that together hold this much probability."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the weights while running."""
+    device: Device = "auto"
     seed: Seed = 0
 
 

@@ -12,6 +12,7 @@ from openk3.commands.runs import find_model
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
+from openk3.runtime.device import pick_device
 
 
 def run(flags: Generate) -> None:
@@ -20,7 +21,8 @@ def run(flags: Generate) -> None:
     directory = find_model(flags.run)
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     tokenizer = Tokenizer.load(directory)
-    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype))
+    device = pick_device(flags.device)
+    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=device)
     special = tokenizer.special
     decoder = tokenizer.decoder()
     sys.stdout.write(prompt)
@@ -32,7 +34,7 @@ def run(flags: Generate) -> None:
         top_k=flags.top_k,
         top_p=flags.top_p,
         stop_ids=(special["[EOS]"], special["<|end_of_msg|>"]),
-        generator=torch.Generator().manual_seed(flags.seed),
+        generator=torch.Generator(device).manual_seed(flags.seed),
     )
     for token in tokens:
         if token < tokenizer.num_ranks:  # a control token ends the text and is no part of it

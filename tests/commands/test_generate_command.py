@@ -67,6 +67,16 @@ def test_sampling_flags_are_checked_by_name(
     assert capsys.readouterr().err.startswith(f"openk3: {flag}: must")
 
 
+def test_missing_gpu_is_one_line(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for by name, a GPU is not replaced silently."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["generate", str(tiny_run), "--prompt", "x", "--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert "cuda" in error and error.count("\n") == 1
+
+
 def test_damaged_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory with a broken configuration."""
     (tmp_path / "config.json").write_text("{")
