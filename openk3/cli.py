@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Parse the command's flags (without torch), then import its module and run it. Returns the exit code."""
+    # Read when torch loads: threads that spin while they wait make a machine with other work several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         parsed = flags.parse(name, arguments)
         importlib.import_module(f"openk3.commands.{name}").run(parsed)

@@ -33,6 +33,7 @@ from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.accounting import account
 from openk3.optim.optimizer import NonFiniteGradient
 from openk3.recipes import quickstart as recipe
+from openk3.runtime.cpu import tune_cpu
 from openk3.runtime.log import setup_logging
 from openk3.runtime.metrics import read_metrics
 from openk3.runtime.run_folder import RunFolder, write_json
@@ -55,6 +56,7 @@ def run(flags: Quickstart) -> None:
     clock = Clock()
     setup_logging()
     torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+    tune_cpu()
     folder = open_folder(flags)
     plan = recipe.plan(flags.minutes)
     material = prepare(flags, plan, folder, clock)
