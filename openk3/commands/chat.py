@@ -13,7 +13,7 @@ import torch
 
 from openk3.commands.errors import UserError, is_user_error
 from openk3.commands.flags import Chat
-from openk3.commands.generate import check_sampling
+from openk3.commands.generate import check_sampling, load_model
 from openk3.commands.runs import find_model
 from openk3.inputs.chat import Event, Parser, encode_chat, render
 from openk3.inputs.images import MediaConfig, preprocess_image
@@ -21,7 +21,6 @@ from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
-from openk3.runtime.device import pick_device
 
 EFFORTS = ("low", "high", "max", "off")
 HELP = """\
@@ -39,8 +38,7 @@ def run(flags: Chat) -> None:
     directory = find_model(flags.run)
     has_limits = (directory / "preprocessor_config.json").is_file()
     media = MediaConfig.from_json(directory) if has_limits else MediaConfig()
-    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=pick_device(flags.device))
-    chat = Conversation(model, Tokenizer.load(directory), media, flags)
+    chat = Conversation(load_model(directory, flags), Tokenizer.load(directory), media, flags)
     for path in flags.image:
         chat.attach(path)
     if flags.message is not None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from openk3.commands.flags import Doctor
+from openk3.commands.memory import GIB, total_memory
 from openk3.commands.runs import RUNS, newest_run
 from openk3.ops import backend
 
 PACKAGES = ("numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
 OPTIONAL = {"av": "video files (pip install 'openk3[video]')"}
-GIB = 2**30
 
 
 def run(flags: Doctor) -> None:
@@ -54,12 +54,12 @@ def cpu_quota() -> float | None:
 
 def memory() -> str:
     """Total and free memory in words."""
-    table = Path("/proc/meminfo")
-    if not table.is_file():
+    total, table = total_memory(torch.device("cpu")), Path("/proc/meminfo")
+    if total is None:
         return "unknown on this system"
     rows = dict(line.split(":", 1) for line in table.read_text().splitlines())
-    total, free = (int(rows[key].split()[0]) * 1024 / GIB for key in ("MemTotal", "MemAvailable"))
-    return f"{total:.1f} GiB, {free:.1f} GiB available"
+    free = min(total, int(rows["MemAvailable"].split()[0]) * 1024)
+    return f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available"
 
 
 def gpus() -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 
 from openk3.commands.errors import UserError
 from openk3.commands.flags import Chat, Generate
+from openk3.commands.memory import require_memory
 from openk3.commands.runs import find_model
+from openk3.config.model import ModelConfig
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
@@ -21,8 +24,7 @@ def run(flags: Generate) -> None:
     directory = find_model(flags.run)
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     tokenizer = Tokenizer.load(directory)
-    device = pick_device(flags.device)
-    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=device)
+    model = load_model(directory, flags)
     special = tokenizer.special
     decoder = tokenizer.decoder()
     sys.stdout.write(prompt)
@@ -34,13 +36,20 @@ def run(flags: Generate) -> None:
         top_k=flags.top_k,
         top_p=flags.top_p,
         stop_ids=(special["[EOS]"], special["<|end_of_msg|>"]),
-        generator=torch.Generator(device).manual_seed(flags.seed),
+        generator=torch.Generator(model.embed.weight.device).manual_seed(flags.seed),
     )
     for token in tokens:
         if token < tokenizer.num_ranks:  # a control token ends the text and is no part of it
             sys.stdout.write(decoder.feed(token))
             sys.stdout.flush()
     sys.stdout.write(decoder.finish() + "\n")
+
+
+def load_model(directory: Path, flags: Generate | Chat) -> K3:
+    """The model as the flags want it. Raises UserError if it cannot fit, DeviceError, ConfigError, CheckpointError."""
+    device, dtype = pick_device(flags.device), getattr(torch, flags.dtype)
+    require_memory(str(directory), ModelConfig.from_json(directory), dtype.itemsize, device)
+    return K3.from_pretrained(directory, dtype=dtype, device=device)
 
 
 def check_sampling(flags: Generate | Chat) -> None:

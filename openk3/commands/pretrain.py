@@ -8,10 +8,12 @@ import shlex
 from openk3 import recipes
 from openk3.commands.errors import UserError
 from openk3.commands.flags import Pretrain
+from openk3.commands.memory import TRAINING_BYTES, require_memory
 from openk3.commands.runs import new_run, next_commands
 from openk3.config.train import DataConfig, PretrainConfig
 from openk3.optim.optimizer import NonFiniteGradient
 from openk3.runtime.cpu import tune_cpu
+from openk3.runtime.device import pick_device
 from openk3.runtime.log import setup_logging
 from openk3.train.pretrain import pretrain
 
@@ -19,6 +21,7 @@ from openk3.train.pretrain import pretrain
 def run(flags: Pretrain) -> None:
     """Train, then say what to do next. Ctrl-C and SIGTERM save the state first."""
     config = complete(flags)
+    require_memory(flags.recipe or config.out, config.model, TRAINING_BYTES, pick_device(config.device))
     setup_logging()
     tune_cpu()
     try:
