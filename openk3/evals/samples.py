@@ -65,7 +65,9 @@ def continue_all(
     rows = packed.cu_seqlens[1:].long() - 1
     written: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_tokens):
-        ids = pick(model.logits(model.hidden(packed, cache)[rows])).tolist()
+        # Embedded here: a sampled image placeholder is a token without an image.
+        h_TD = model.backbone(model.embed(packed.token_ids_T), packed.cu_seqlens, cache)
+        ids = pick(model.logits(h_TD[rows])).tolist()
         for ids_so_far, token in zip(written, ids, strict=True):
             if stop_id not in ids_so_far[-1:]:
                 ids_so_far.append(token)

@@ -139,6 +139,15 @@ def test_continuing_many_prompts_equals_continuing_each(subject):
         assert ids == (free[: free.index(stop) + 1] if stop in free else free)
 
 
+def test_sampled_image_placeholder_is_only_a_token(subject):
+    placeholder = subject.model.config.media_placeholder_token_id
+
+    def pick(logits_NV):
+        return torch.full((len(logits_NV),), placeholder)
+
+    assert continue_all(subject.model, [[1, 2]], max_tokens=3, stop_id=-1, pick=pick) == [[placeholder] * 3]
+
+
 def test_samples_are_the_same_for_a_seed(subject, tokenizer):
     def texts(seed):
         return sample_texts(subject.model, tokenizer, ["def ", ""], max_tokens=6, seed=seed)
