@@ -13,7 +13,6 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, sub
 from openk3 import recipes
 from openk3.config.train import PretrainConfig
 
-Device = Annotated[Literal["auto", "cpu", "cuda"], arg(help="Where to run; auto takes a GPU if there is one.")]
 Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
 Run = Positional[Annotated[Path | None, arg(metavar="[RUN]", help="Run or model directory; default: newest run.")]]
 
@@ -35,17 +34,11 @@ class Quickstart:
 
 
 @dataclass(frozen=True)
-class Generate:
-    """Continue a text, printing as it goes.
+class Writing:
+    """The flags of every command that lets a model write."""
 
-    example: openk3 generate --prompt "def main(" --max-tokens 100
-    """
-
-    run: Run = None
-    prompt: str = "-"
-    """Text to continue; `-` reads standard input."""
-    max_tokens: int = 200
-    """Tokens to generate at most."""
+    max_tokens: int = 300
+    """Tokens to write at most."""
     temperature: float = 0.8
     """0 takes the most likely token each time."""
     top_k: int = 0
@@ -54,36 +47,38 @@ class Generate:
     """Keep the most likely tokens that together hold this much probability."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights while running."""
-    device: Device = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], arg(help="Where to run; auto takes a GPU if there is one.")] = (
+        "auto"
+    )
     seed: Seed = 0
 
 
 @dataclass(frozen=True)
-class Chat:
+class Generate(Writing):
+    """Continue a text, printing as it goes.
+
+    example: openk3 generate --prompt "def main(" --max-tokens 100
+    """
+
+    run: Run = None
+    prompt: Annotated[str, arg(metavar="TEXT")] = "-"
+    """Text to continue; `-` reads standard input."""
+
+
+@dataclass(frozen=True)
+class Chat(Writing):
     """Talk to a model. Inside: /help, /image FILE, /effort LEVEL, /reset; Ctrl-C stops an answer.
 
     example: openk3 chat --image chart.png
     """
 
     run: Run = None
-    message: str | None = None
+    message: Annotated[str | None, arg(metavar="TEXT")] = None
     """Ask this one question and leave; without it, read questions from the terminal or standard input."""
     image: tuple[Path, ...] = ()
     """Images that go with the first question."""
     effort: Literal["low", "high", "max", "off"] = "max"
     """How long to reason; `off` answers directly."""
-    max_tokens: int = 400
-    """Tokens per answer at most."""
-    temperature: float = 0.7
-    """0 takes the most likely token each time."""
-    top_k: int = 0
-    """Keep only the k most likely tokens; 0 keeps all."""
-    top_p: float = 0.95
-    """Keep the most likely tokens that together hold this much probability."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights while running."""
-    device: Device = "auto"
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from openk3.commands.errors import UserError
-from openk3.commands.flags import Chat, Generate
+from openk3.commands.flags import Generate, Writing
 from openk3.commands.memory import require_memory
 from openk3.commands.runs import find_model
 from openk3.config.model import ModelConfig
@@ -45,14 +45,14 @@ def run(flags: Generate) -> None:
     sys.stdout.write(decoder.finish() + "\n")
 
 
-def load_model(directory: Path, flags: Generate | Chat) -> K3:
+def load_model(directory: Path, flags: Writing) -> K3:
     """The model as the flags want it. Raises UserError if it cannot fit, DeviceError, ConfigError, CheckpointError."""
     device, dtype = pick_device(flags.device), getattr(torch, flags.dtype)
     require_memory(str(directory), ModelConfig.from_json(directory), dtype.itemsize, device)
     return K3.from_pretrained(directory, dtype=dtype, device=device)
 
 
-def check_sampling(flags: Generate | Chat) -> None:
+def check_sampling(flags: Writing) -> None:
     """Raise UserError naming the first sampling flag that is out of range."""
     if flags.max_tokens < 1:
         raise UserError(f"--max-tokens: must be at least 1, got {flags.max_tokens}")
