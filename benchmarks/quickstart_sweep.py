@@ -24,13 +24,21 @@ from typing import Any
 
 DEFAULT = (
     "base",
-    "lr3e-3=optim.lr=3e-3",
-    "lr1e-2=optim.lr=1e-2",
-    "batch2k=batch=2048",
+    "lr1.0=optim.lr=1e-2",
+    "lr2.2=optim.lr=2.2e-2",
+    "adam2=optim.adamw_lr_scale=2.0",
+    "adam.5=optim.adamw_lr_scale=0.5",
+    "minlr=optim.min_lr=1e-4",
     "batch1k=batch=1024",
-    "wide=width=192,model.text.intermediate_size=512",
-    "vocab4k=vocab=4352",
+    "batch4k=batch=4096",
     "top2=experts=16+2",
+    "vocab2.3k=vocab=2304",
+    "vocab4.3k=vocab=4352",
+    "layers6=layers=6",
+    "width160=width=160",
+    "text82=shares=0.82+0.12+0.06",
+    "image22=shares=0.68+0.22+0.10",
+    "ema.5=balance.ema=0.5",
 )
 
 
@@ -88,7 +96,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> None:
     from openk3.commands import quickstart
     from openk3.recipes import quickstart as recipe
 
-    config, changes = recipe.pretrain(), variant.partition("=")[2]
+    config, changes = recipe.pretrain(options.minutes), variant.partition("=")[2]
     for change in filter(None, changes.split(",")):
         field, _, text = change.partition("=")
         if field == "shares":
@@ -97,7 +105,7 @@ def run_variant(variant: str, options: argparse.Namespace) -> None:
             recipe.VOCAB = int(text)
         else:
             config = replaced(config, field, text)
-    recipe.pretrain = lambda: config
+    recipe.pretrain = lambda minutes: config
     quickstart.run(
         SimpleNamespace(minutes=options.minutes, text=None, out=options.out / name_of(variant), seed=options.seed)
     )
@@ -140,8 +148,22 @@ def with_value(config: Any, field: str, value: Any) -> Any:
 
 def table(options: argparse.Namespace) -> str:
     """One line per variant: parameters, steps, speed, and the figures of the targets."""
-    head = ("variant", "Mparam", "steps", "tok/s", "Mtok", "bpb", "order5", "caption", "MTP", "load", "python", "min")
-    rows = ["  ".join(f"{cell:>8}" for cell in head)]
+    head = (
+        "variant",
+        "Mparam",
+        "steps",
+        "tok/s",
+        "Mtok",
+        "bpb",
+        "order5",
+        "caption",
+        "MTP",
+        "load",
+        "python",
+        "chat",
+        "min",
+    )
+    rows = ["  ".join(f"{cell:>9}" for cell in head)]
     for variant in options.variants:
         folder = options.out / name_of(variant)
         try:
@@ -149,11 +171,11 @@ def table(options: argparse.Namespace) -> str:
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         except OSError:
             log = (options.out / f"{name_of(variant)}.log").read_text(errors="replace").strip().splitlines()
-            rows.append(f"{name_of(variant):>8}  failed: {log[-1][:120] if log else 'no output'}")
+            rows.append(f"{name_of(variant):>9}  failed: {log[-1][:120] if log else 'no output'}")
             continue
         facts = dict(data["cost"]["facts"])
         captions, tokens = data["captions"], sum(line["tokens"] for line in lines)
-        load = sorted(line["max_load"] for line in lines[-20:])[len(lines[-20:]) // 2]
+        load = max(max(row) for row in data["expert_load"]["load"])
         cells = (
             name_of(variant),
             f"{int(facts['parameters'].replace(',', '')) / 1e6:.2f}",
@@ -166,9 +188,10 @@ def table(options: argparse.Namespace) -> str:
             f"{data['mtp_loss']:.2f}",
             f"{load:.2f}",
             f"{100 * data.get('python_share', 0):.0f}%",
+            f"{100 * data['chat_closed']:.0f}%",
             f"{data['cost']['seconds'][-1][1] / 60:.1f}",
         )
-        rows.append("  ".join(f"{cell:>8}" for cell in cells))
+        rows.append("  ".join(f"{cell:>9}" for cell in cells))
     return "\n".join(rows)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from openk3.config.train import PretrainConfig
 from openk3.data.documents import Encoder
 from openk3.data.local_mix import Mix, tokenizer_texts, write_mix
 from openk3.data.local_text import Corpus, even_sample, gather
-from openk3.evals.anatomy import bias_spread
+from openk3.evals.anatomy import bias_spread, look_inside
 from openk3.evals.byte_model import ByteModel
 from openk3.evals.examine import (
     Subject,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 MIN_MINUTES = 0.5
 MAX_THREADS = 4  # matrices this small gain nothing from more
-LAST_STEPS = 20  # the expert load at the end is the median over these
+LOAD_STEPS = 8  # batches after the last one trained on, over which the expert load at the end is counted
 log = logging.getLogger(__name__)
 
 
@@ -144,9 +143,9 @@ def prepare(flags: Quickstart, plan: recipe.Plan, folder: RunFolder, clock: Cloc
     return Material(folder, corpus, mix, tokenizer, byte_model)
 
 
-def run_config(flags: Quickstart, plan: recipe.Plan, material: Material, seconds: float) -> PretrainConfig:
+def run_config(flags: Quickstart, material: Material, seconds: float) -> PretrainConfig:
     """The recipe with this run's files, folder, seed and time for training."""
-    base = recipe.pretrain()
+    base = recipe.pretrain(flags.minutes)
     held_out = (str(material.mix.held_out.resolve()),)
     data = dataclasses.replace(
         base.data, paths=material.mix.paths, weights=material.mix.shares, held_out_paths=held_out
@@ -159,7 +158,7 @@ def run_config(flags: Quickstart, plan: recipe.Plan, material: Material, seconds
 def train(flags: Quickstart, plan: recipe.Plan, material: Material, clock: Clock) -> TrainState:
     """Pretrain for the time that examination leaves. Raises UserError if the loss diverged."""
     seconds = 60 * flags.minutes - clock.elapsed - plan.evaluation_seconds
-    config = run_config(flags, plan, material, seconds)
+    config = run_config(flags, material, seconds)
     books = account(config.model)
     log.info(f"model: {books.total + books.mtp:,} parameters, {books.activated:,} active; training for {seconds:.0f} s")
     curve = Curve(material, plan.curve_seconds, config.validation.max_tokens)
@@ -206,6 +205,9 @@ def examine(
     """Everything that the report shows, as plain JSON values."""
     subject = subject_of(material, state, recipe.LONG_WINDOW, plan.held_out_bytes)
     data = examine_text(subject)
+    assert state.loader is not None
+    unread = [packed for _ in range(LOAD_STEPS) for packed in state.loader.batch(state.seq_len)]
+    data |= look_inside(state.model, unread)
     clock.lap("examine: held-out text")
     data["captions"] = examine_captions(subject, plan.num_captions)
     clock.lap("examine: images")
@@ -213,10 +215,9 @@ def examine(
     data |= examine_chat(subject, plan.num_samples, 2 * plan.sample_tokens)
     clock.lap("examine: samples")
     rows = read_metrics(material.folder.metrics)
-    load = median(row["max_load"] for row in rows[-LAST_STEPS:])
     python = sum(file.num_bytes for file in material.corpus.train if file.name.partition("#")[0].endswith(".py"))
     is_python = python > material.corpus.train_bytes / 2
-    data["targets"] = targets(data, load, flags.minutes, is_python)
+    data["targets"] = targets(data, flags.minutes, is_python)
     if not is_python:
         del data["python_share"]
     data["cost"] = cost(material, state, rows, clock)

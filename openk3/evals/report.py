@@ -200,8 +200,8 @@ def _routing(data: Data, steps: Steps) -> str:
         figures.append(
             _figure(
                 heat_map("Load of every expert", rows, columns, heat["load"], 2.0),
-                "Load of every expert on held-out text",
-                "Share of the tokens relative to the mean: half colour is the mean, full colour twice the mean.",
+                "Load of every expert at the end",
+                "Tokens of the next batches over the mean: half colour is the mean, full colour is twice that.",
             )
         )
     return _grid(figures)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openk3.config.model import LinearAttnConfig, ModelConfig, TextConfig, VisionConfig, schedule
-from openk3.config.train import CheckpointConfig, DataConfig, OptimConfig, PretrainConfig, ValidationConfig
+from openk3.config.train import (
+    BalanceConfig,
+    CheckpointConfig,
+    DataConfig,
+    OptimConfig,
+    PretrainConfig,
+    ValidationConfig,
+)
 
 VOCAB = 2816  # 2,560 ranks and K3's 256 special tokens
 WINDOW, LONG_WINDOW = 256, 2048  # the second stage is 8 times longer, late in training
@@ -81,17 +88,19 @@ def model() -> ModelConfig:
     return ModelConfig(text=text, vision=vision, media_placeholder_token_id=VOCAB - 235, **ids)
 
 
-def pretrain() -> PretrainConfig:
-    """4,096 tokens a step in windows of 256, and of 2,048 for the last eighth; `SHARES` weigh its files."""
+def pretrain(minutes: float = 8.0) -> PretrainConfig:
+    """Windows of 256 tokens, and of 2,048 for the last eighth; `SHARES` become the weights of its files.
+
+    Short runs take smaller steps, so that there are a hundred of them even in one minute.
+    """
+    batch = 1024 if minutes < 3 else 2048
     return PretrainConfig(
         model=model(),
-        data=DataConfig(
-            stages=((0.875, WINDOW), (0.125, LONG_WINDOW)),
-            batch_tokens=4096,
-            micro_batch_tokens=4096,
-        ),
-        optim=OptimConfig(lr=6e-3, min_lr=3e-4),
+        data=DataConfig(stages=((0.875, WINDOW), (0.125, LONG_WINDOW)), batch_tokens=batch, micro_batch_tokens=batch),
+        optim=OptimConfig(lr=1.5e-2, min_lr=5e-4),
+        balance=BalanceConfig(ema=0.8),
         checkpoint=CheckpointConfig(every=0, keep=1, experts="float32"),
         validation=ValidationConfig(every=0, max_tokens=8192),
-        steps=400,
+        steps=800,
+        device="cpu",
     )

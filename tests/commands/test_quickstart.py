@@ -180,16 +180,3 @@ def test_what_the_user_can_mend_is_one_line(run, tmp_path, text, capsys):
         assert message in said, said
     assert (tmp_path / "full" / "data" / "mine.txt").read_text() == "keep"
     assert not (tmp_path / "a").exists() or not any((tmp_path / "a").iterdir())
-
-
-def test_the_recipe_has_every_part_of_k3_and_grows_its_windows_eightfold():
-    config = recipe.pretrain()
-    text = config.model.text
-    assert set(text.layer_kinds()) == {"kda", "mla"} and text.num_nextn_predict_layers == 1
-    assert text.attn_res_block_size < text.num_hidden_layers and config.model.vision is not None
-    assert recipe.LONG_WINDOW == 8 * recipe.WINDOW == config.data.stages[1][1]
-    assert config.data.stages[0][0] > 0.7
-    assert sum(recipe.SHARES) == pytest.approx(1)
-    short, long = recipe.plan(1), recipe.plan(8)
-    assert short.evaluation_seconds < 15 and long.evaluation_seconds < 60
-    assert short.num_images < long.num_images and short.held_out_bytes < long.held_out_bytes

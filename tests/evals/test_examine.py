@@ -237,19 +237,21 @@ REPORT = {
     "mtp_loss": 2.5,
     "unigram_entropy": 6.0,
     "python_share": 0.9,
+    "expert_load": {"layers": [2, 3], "load": [[0.9, 1.1], [1.0, 1.0]]},
 }
 
 
 def test_all_targets_met_and_missed():
-    assert all(row["met"] for row in targets(REPORT, 1.1, 8, True))
-    assert len(targets(REPORT, 1.1, 8, True)) == 5
-    bad = {**REPORT, "bits_per_byte": 1.9, "captions": {"right": 1.5, "wrong": 2.0}, "mtp_loss": 7.0}
-    assert not any(row["met"] for row in targets({**bad, "python_share": 0.5}, 1.3, 8, True))
-    assert not any(row["met"] for row in targets({**bad, "bits_per_byte": math.nan}, math.nan, 8, False))
+    assert all(row["met"] for row in targets(REPORT, 8, True))
+    assert len(targets(REPORT, 8, True)) == 5
+    captions, load = {"right": 1.5, "wrong": 2.0}, {"layers": [2], "load": [[0.7, 1.3]]}
+    bad = {"bits_per_byte": 1.9, "captions": captions, "mtp_loss": 7.0, "python_share": 0.5, "expert_load": load}
+    assert not any(row["met"] for row in targets({**REPORT, **bad}, 8, True))
+    assert not targets({**REPORT, "bits_per_byte": math.nan}, 8, True)[0]["met"]
 
 
 def test_shorter_runs_have_a_lower_bar_on_text_and_other_text_none_on_python():
-    bars = [targets(REPORT, 1.1, minutes, False)[0]["target"] for minutes in (1, 4, 8)]
+    bars = [targets(REPORT, minutes, False)[0]["target"] for minutes in (1, 4, 8)]
     assert [bar.split(",")[0] for bar in bars] == ["below 2.60", "below 2.05", "below 1.80"]
-    assert not any("Python" in row["name"] for row in targets(REPORT, 1.1, 8, False))
-    assert len(targets({**REPORT, "mtp_loss": None}, 1.1, 8, False)) == 3
+    assert not any("Python" in row["name"] for row in targets(REPORT, 8, False))
+    assert len(targets({**REPORT, "mtp_loss": None}, 8, False)) == 3
