@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -72,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 done, 2 the user can mend it (one line on stderr), 130 interrupted, 141 the reader of our output went away.
     Any other exception is a fault of the program and keeps its traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the terminal cannot show must not end a run
+            stream.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())

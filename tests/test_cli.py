@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from openk3 import cli
+from openk3 import cli, recipes
 from openk3.commands import doctor, flags
 from openk3.commands.errors import UserError, is_user_error
 from openk3.config.model import ConfigError
 
 
-def openk3(*arguments: str, cwd: Path | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+def openk3(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent), **(env or {})}
     command = [sys.executable, "-m", "openk3", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
 
 
 def cpu_seconds(*arguments: str) -> float:
@@ -123,6 +125,15 @@ def test_closed_pipe_is_silent() -> None:
     result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment, timeout=60)
     os.close(write_end)
     assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_terminal_that_cannot_show_a_character_gets_another(tmp_path: Path) -> None:
+    """Names of files and texts of models may hold anything."""
+    path = tmp_path / "run-\u65e5-\udcff"
+    path.mkdir()
+    (path / "config.json").write_text(recipes.model("tiny").to_json())
+    result = openk3("plan", str(path), env={"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and "run-?-?" in result.stdout
 
 
 def test_only_our_own_value_errors_are_the_users() -> None:
