@@ -144,6 +144,7 @@ class PretrainConfig:
     out: str = ""  # run folder
     steps: int = 1000  # optimizer steps
     minutes: float = 0.0  # train for this long instead: steps are planned from the measured step time; 0 turns it off
+    workers: int = 1  # micro-batches computed at once, by a thread each: for small models on a CPU
     mtp_loss_weight: float = 0.1  # weight of the multi-token prediction loss
     seed: int = 0  # initial weights and data order
     device: str = "auto"  # "auto", "cpu" or "cuda"
@@ -152,6 +153,7 @@ class PretrainConfig:
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"steps: must be at least 1, got {self.steps}")
         _require(self.minutes >= 0, f"minutes: must not be negative, got {self.minutes}")
+        _require(self.workers >= 1, f"workers: must be at least 1, got {self.workers}")
         _require(self.mtp_loss_weight >= 0, "mtp_loss_weight: must not be negative")
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float64"),

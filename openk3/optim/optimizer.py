@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,16 @@ class Optimizer:
         else:
             self._wide_gradients[name] = at_least_float32(gradient)
         parameter.grad = None
+
+    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients that were computed apart, one per parameter in order, as a backward pass would add them."""
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            if gradient is None:
+                continue
+            # A copy: two gradients that autograd returns may be one tensor.
+            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
+            if name in self.masters:
+                self._widen(name, parameter)
 
     def weight(self, name: str) -> Tensor:
         """What the updates go to: the float32 master, or the parameter itself."""

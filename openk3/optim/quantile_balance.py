@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -128,7 +129,9 @@ class BalanceTrace(Trace):
         self.loads: dict[int, Tensor] = {}
         self.max_logits: dict[int, Tensor] = {}
         self._wants_max_logits, self._ema = max_logits, config.ema
-        self._open = False
+        # Threads of one step have their passes open and closed by themselves, and count one at a time.
+        self._open: set[int] = set()
+        self._counting = threading.Lock()
 
     @staticmethod
     def _empty(router: Router, config: BalanceConfig) -> Histogram | Margins:
@@ -139,32 +142,39 @@ class BalanceTrace(Trace):
 
     def open(self) -> None:
         """Count from here on."""
-        self._open = True
+        self._open.add(threading.get_ident())
 
     def close(self) -> None:
         """Ignore what follows."""
-        self._open = False
+        self._open.discard(threading.get_ident())
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this thread's pass is counted."""
+        return threading.get_ident() in self._open
 
     def wants(self, name: str) -> bool:
         """Attention logits, if QK-Clip is on."""
-        return name == "max_logit" and self._wants_max_logits and self._open
+        return name == "max_logit" and self._wants_max_logits and self._counts
 
     @torch.no_grad()
     def routing(self, layer: int, scores_TE: Tensor, bias_E: Tensor, routes: Routes) -> None:
         """Count one router's micro-batch."""
-        if not self._open or not len(scores_TE):
+        if not self._counts or not len(scores_TE):
             return
         scores_TE, threshold_T = at_least_float32(scores_TE.detach()), routes.threshold_T
-        self.statistics[layer].add(scores_TE, bias_E, at_least_float32(threshold_T))
         load_E = torch.bincount(routes.expert_ids_Tk.flatten(), minlength=scores_TE.shape[1])
-        self.loads[layer] = self.loads[layer] + load_E if layer in self.loads else load_E
+        with self._counting:
+            self.statistics[layer].add(scores_TE, bias_E, at_least_float32(threshold_T))
+            self.loads[layer] = self.loads[layer] + load_E if layer in self.loads else load_E
 
     @torch.no_grad()
     def max_logit(self, layer: int, max_H: Tensor) -> None:
         """Keep the largest of the step."""
-        if self._open:
+        if self._counts:
             max_H = max_H.detach()
-            self.max_logits[layer] = torch.maximum(self.max_logits.get(layer, max_H), max_H)
+            with self._counting:
+                self.max_logits[layer] = torch.maximum(self.max_logits.get(layer, max_H), max_H)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -181,7 +191,7 @@ class BalanceTrace(Trace):
         for statistic in self.statistics.values():
             statistic.reset()
         self.loads, self.max_logits = {}, {}
-        self._open = False
+        self._open.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Histograms and their ranges by layer: all zero between steps, the counts so far inside one."""

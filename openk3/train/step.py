@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from openk3.model.k3 import K3, Losses
 from openk3.model.trace import Trace
 from openk3.optim.qk_clip import apply_qk_clip
 from openk3.optim.schedule import learning_rate
+from openk3.train.side_by_side import gradients_in_order
 from openk3.train.state import TrainState
 
 LossFunction = Callable[[K3, Packed, Trace], Losses]
@@ -52,12 +54,8 @@ def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction 
         raise ValueError("train_step: no token of the batch has a label")
     state.optimizer.zero_grad()
     state.balance.reset()
-    sums = {"loss": 0.0, "lm": 0.0, "mtp": 0.0}
-    for packed, (next_tokens, mtp_tokens) in zip(batches, counts, strict=True):
-        shares = (next_tokens / all_next, mtp_tokens / all_mtp)
-        losses = _forward_backward(state, packed.to(state.device), loss, shares)
-        for name, value in losses.items():
-            sums[name] += value
+    shares = [(next_tokens / all_next, mtp_tokens / all_mtp) for next_tokens, mtp_tokens in counts]
+    sums = _backward(state, batches, shares, loss)
     lr = learning_rate(state.step, state.total_steps, config.optim)
     grad_norm = state.optimizer.step(lr)
     logits = state.balance.max_logits
@@ -73,10 +71,30 @@ def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction 
     return {**sums, **values, "clipped_heads": clipped, "tokens": tokens}
 
 
-def _forward_backward(
-    state: TrainState, packed: Packed, loss: LossFunction, shares: tuple[float, float]
+def _backward(
+    state: TrainState, batches: Sequence[Packed], shares: Sequence[tuple[float, float]], loss: LossFunction
 ) -> dict[str, float]:
-    """One micro-batch: add its share of the step's gradient, return its share of the step's losses.
+    """Give the optimizer the step's gradient; returns the step's losses. Micro-batches in order, whatever `workers`."""
+    losses: list[dict[str, float]] = [{} for _ in batches]
+
+    def forward(n: int) -> Tensor:
+        objective, losses[n] = _forward(state, batches[n].to(state.device), loss, shares[n])
+        return objective
+
+    jobs = [partial(forward, n) for n in range(len(batches))]
+    if state.config.workers == 1 or len(jobs) == 1:
+        for job in jobs:
+            torch.autograd.backward(job())
+    else:
+        for gradients in gradients_in_order(jobs, list(state.optimizer.parameters.values()), state.config.workers):
+            state.optimizer.add_gradients(gradients)
+    return {name: sum(values[name] for values in losses) for name in losses[0]}
+
+
+def _forward(
+    state: TrainState, packed: Packed, loss: LossFunction, shares: tuple[float, float]
+) -> tuple[Tensor, dict[str, float]]:
+    """One micro-batch's share of the step's objective, and of the step's losses.
 
     The trace is closed before the backward pass, so that a layer that is computed again there is not counted twice.
     """
@@ -89,9 +107,8 @@ def _forward_backward(
     objective = losses.lm * next_share
     if losses.total is not losses.lm:
         objective = objective + (losses.total - losses.lm) * (next_share if losses.mtp is None else mtp_share)
-    torch.autograd.backward(objective)
     mtp = 0.0 if losses.mtp is None else _number(losses.mtp) * mtp_share
-    return {"loss": _number(objective), "lm": _number(losses.lm) * next_share, "mtp": mtp}
+    return objective, {"loss": _number(objective), "lm": _number(losses.lm) * next_share, "mtp": mtp}
 
 
 def _number(value: Tensor) -> float:
