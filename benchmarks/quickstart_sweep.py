@@ -4,7 +4,7 @@
 
 A variant is a name, or NAME=FIELD=VALUE[,FIELD=VALUE...]: fields of the recipe's PretrainConfig in dotted form, plus
 `vocab`, `shares` (three numbers joined by +), `layers` (a 3:1 schedule of that many), `experts` (count+chosen), `width`
-and `batch` (tokens of a step and of its micro-batches).
+and `batch` (tokens of a step of two micro-batches).
 Without variants the list DEFAULT is run. As many run at a time as the machine has pairs of cores.
 """
 
@@ -36,8 +36,8 @@ DEFAULT = (
     "vocab4.3k=vocab=4352",
     "layers6=layers=6",
     "width160=width=160",
-    "text82=shares=0.82+0.12+0.06",
-    "image22=shares=0.68+0.22+0.10",
+    "text85=shares=0.85+0.09+0.06",
+    "image20=shares=0.70+0.20+0.10",
     "ema.5=balance.ema=0.5",
 )
 
@@ -128,7 +128,7 @@ def replaced(config: Any, field: str, text: str) -> Any:
         text_part = dataclasses.replace(model.text, hidden_size=int(text))
         return dataclasses.replace(config, model=dataclasses.replace(model, text=text_part, vision=vision))
     if field == "batch":
-        data = dataclasses.replace(config.data, batch_tokens=int(text), micro_batch_tokens=int(text))
+        data = dataclasses.replace(config.data, batch_tokens=int(text), micro_batch_tokens=int(text) // 2)
         return dataclasses.replace(config, data=data)
     return with_value(config, field, ast.literal_eval(text.replace("+", ",")))
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from openk3.commands.flags import Quickstart
 
 MIN_MINUTES = 0.5
-MAX_THREADS = 4  # matrices this small gain nothing from more
 LOAD_STEPS = 8  # batches after the last one trained on, over which the expert load at the end is counted
 log = logging.getLogger(__name__)
 
@@ -54,12 +53,13 @@ def run(flags: Quickstart) -> None:
     """The whole story. Ctrl-C while training saves a run that `openk3 pretrain --resume` continues."""
     clock = Clock()
     setup_logging()
-    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
     tune_cpu()
     folder = open_folder(flags)
     plan = recipe.plan(flags.minutes)
     material = prepare(flags, plan, folder, clock)
-    state = train(flags, plan, material, clock)
+    state = train(flags, plan, material, clock, cores)
     if state.interrupted:
         print(f"\nstopped at step {state.step} of {state.total_steps}; go on with:")
         print(f"  openk3 pretrain --resume {folder.path}")
@@ -155,10 +155,11 @@ def run_config(flags: Quickstart, material: Material, seconds: float) -> Pretrai
     )
 
 
-def train(flags: Quickstart, plan: recipe.Plan, material: Material, clock: Clock) -> TrainState:
+def train(flags: Quickstart, plan: recipe.Plan, material: Material, clock: Clock, cores: int) -> TrainState:
     """Pretrain for the time that examination leaves. Raises UserError if the loss diverged."""
     seconds = 60 * flags.minutes - clock.elapsed - plan.evaluation_seconds
     config = run_config(flags, material, seconds)
+    config = dataclasses.replace(config, workers=min(config.workers, cores))
     books = account(config.model)
     log.info(f"model: {books.total + books.mtp:,} parameters, {books.activated:,} active; training for {seconds:.0f} s")
     curve = Curve(material, plan.curve_seconds, config.validation.max_tokens)
@@ -203,6 +204,8 @@ def examine(
     flags: Quickstart, plan: recipe.Plan, material: Material, state: TrainState, clock: Clock
 ) -> dict[str, Any]:
     """Everything that the report shows, as plain JSON values."""
+    rows = read_metrics(material.folder.metrics)
+    plan = recipe.fitted(plan, state.tokens / sum(row["seconds"] for row in rows))
     subject = subject_of(material, state, recipe.LONG_WINDOW, plan.held_out_bytes)
     data = examine_text(subject)
     assert state.loader is not None
@@ -214,17 +217,15 @@ def examine(
     data |= examine_samples(subject, plan.num_samples, plan.sample_tokens)
     data |= examine_chat(subject, plan.num_samples, 2 * plan.sample_tokens)
     clock.lap("examine: samples")
-    rows = read_metrics(material.folder.metrics)
     python = sum(file.num_bytes for file in material.corpus.train if file.name.partition("#")[0].endswith(".py"))
     is_python = python > material.corpus.train_bytes / 2
     data["targets"] = targets(data, flags.minutes, is_python)
     if not is_python:
         del data["python_share"]
     data["cost"] = cost(material, state, rows, clock)
-    threads = torch.get_num_threads()
     data["title"] = "A small Kimi K3, trained from scratch"
     data["subtitle"] = (
-        f"{material.corpus.source}; {flags.minutes:g} minutes on {threads} CPU threads, seed {flags.seed}"
+        f"{material.corpus.source}; {flags.minutes:g} minutes on {state.config.workers} CPU cores, seed {flags.seed}"
     )
     return data
 

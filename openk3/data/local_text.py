@@ -203,7 +203,7 @@ def _split(files: list[TextFile]) -> tuple[list[TextFile], list[TextFile]]:
 
 
 def even_sample(files: Sequence[TextFile], max_bytes: int) -> list[TextFile]:
-    """The first part of every file, cut at line ends, with one limit for all so that the total fits `max_bytes`.
+    """The middle part of every file, whole lines, with one limit for all so that the total fits `max_bytes`.
 
     The limit is the largest that fits: short files stay whole and long ones share what is left.
     """
@@ -216,7 +216,17 @@ def even_sample(files: Sequence[TextFile], max_bytes: int) -> list[TextFile]:
         room -= size
     else:
         return list(files)
-    return [cut for f in files if (cut := _first(f, limit)) is not None]
+    return [cut for f in files if (cut := _middle(f, limit)) is not None]
+
+
+def _middle(file: TextFile, max_bytes: int) -> TextFile | None:
+    """Whole lines within `max_bytes` from the middle of the file: beginnings are harder to predict than the rest."""
+    if file.num_bytes > max_bytes:
+        data = file.text.encode("utf-8")
+        start = data.rfind(b"\n", 0, (len(data) - max_bytes) // 2 + 1) + 1
+        rest = data[start:].decode("utf-8")
+        file = TextFile(file.name, rest, len(data) - start)
+    return _first(file, max_bytes)
 
 
 def _first(file: TextFile, max_bytes: int) -> TextFile | None:

@@ -154,7 +154,7 @@ def _samples(data: Data, steps: Steps) -> str:
         blocks.append(f"<pre><span class=prompt>{prompt}</span>{text}</pre>")
     share = data.get("python_share")
     note = f"<p>{100 * share:.0f} % of the sampled lines tokenise as Python.</p>" if share is not None else ""
-    return note + "".join(blocks)
+    return note + _grid(blocks)
 
 
 def _chat(data: Data, steps: Steps) -> str:
@@ -168,7 +168,7 @@ def _chat(data: Data, steps: Steps) -> str:
         for turn in turns
     ]
     note = f"<p>{100 * data['chat_closed']:.0f} % of the answers close their channels and end their message.</p>"
-    return note + "".join(blocks)
+    return note + _grid(blocks)
 
 
 def _routing(data: Data, steps: Steps) -> str:

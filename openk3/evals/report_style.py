@@ -17,7 +17,6 @@ figcaption{font-weight:600;margin-bottom:4px}
 small{display:block;font-size:.82rem;line-height:1.4}
 svg{display:block;width:100%;height:auto;max-width:620px}
 svg text{fill:var(--soft);font:11px system-ui,sans-serif}
-.grid-line,.grid line{vector-effect:non-scaling-stroke}
 svg .grid{stroke:var(--rule);stroke-width:1}
 .line{fill:none;stroke-width:2;stroke-linejoin:round}
 .level{stroke:var(--soft);stroke-width:1;stroke-dasharray:4 4}
@@ -39,8 +38,9 @@ table{border-collapse:collapse;width:100%;font-size:.88rem}
 th,td{text-align:left;padding:4px 8px;border-bottom:1px solid var(--rule);white-space:nowrap}
 td:not(:first-child),th:not(:first-child){text-align:right;font-variant-numeric:tabular-nums}
 tbody tr:last-child td{border-bottom:0}
-pre{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px;overflow-x:auto;font-size:.8rem;
-line-height:1.45;margin:0 0 12px}
+pre{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:12px;overflow:auto;font-size:.8rem;
+line-height:1.45;margin:0;max-height:320px}
+.grid pre{min-width:0}
 .prompt{color:var(--soft)}
 main{padding-bottom:48px}
 """

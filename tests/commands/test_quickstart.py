@@ -52,6 +52,7 @@ def small_and_short() -> object:
             return dataclasses.replace(config(*arguments), model=tiny.model(), data=data, minutes=0.0, steps=STEPS)
 
         patch.setattr(recipe, "plan", little)
+        patch.setattr(recipe, "fitted", lambda plan, speed: plan)
         patch.setattr(recipe, "VOCAB", 900)
         patch.setattr(quickstart, "run_config", short)
         patch.setattr(quickstart, "tune_cpu", dict)

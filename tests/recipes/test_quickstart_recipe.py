@@ -17,3 +17,12 @@ def test_the_recipe_has_every_part_of_k3_and_grows_its_windows_eightfold():
     assert short.evaluation_seconds < 15 and long.evaluation_seconds < 60
     assert recipe.pretrain(1).data.batch_tokens < recipe.pretrain(8).data.batch_tokens
     assert short.num_images < long.num_images and short.held_out_bytes < long.held_out_bytes
+
+
+def test_a_slow_machine_examines_less_and_a_fast_one_as_planned():
+    plan = recipe.plan(8)
+    assert recipe.fitted(plan, 9000) == plan
+    slow = recipe.fitted(plan, 1000)
+    assert slow.held_out_bytes == round(plan.held_out_bytes / 4) and slow.num_images == plan.num_images
+    slowest = recipe.fitted(plan, 1)
+    assert (slowest.held_out_bytes, slowest.num_captions, slowest.sample_tokens) == (30_000, 120, 48)
