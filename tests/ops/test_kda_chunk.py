@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -87,16 +88,23 @@ def test_any_split_with_carried_state(cuts: list[int], bound: float | None, seed
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("op", [chunk_kda, recurrent_kda])
 @pytest.mark.parametrize("t", [0, 14, 31, 32, 50])
-def test_causal(t: int, bound: float | None) -> None:
-    """What comes after position t changes nothing at or before it, and gets no gradient from there."""
+def test_causal(t: int, op: Callable[..., tuple[Tensor, Tensor]], bound: float | None) -> None:
+    """What comes after position t changes nothing at or before it: neither outputs nor the gradients they send to any
+    input, gate parameters and state included; and it gets no gradient from there."""
     inputs = kda_inputs([70])
     changed = {n: torch.cat([x[: t + 1], x[t + 1 :].flip(0) * 2]) if len(x) == 70 else x for n, x in inputs.items()}
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    o, _ = run(chunk_kda, leaves, bound=bound)
-    torch.testing.assert_close(run(chunk_kda, changed, bound=bound)[0][: t + 1], o[: t + 1], rtol=0, atol=1e-11)
-    for name, grad in zip(leaves, torch.autograd.grad(o[: t + 1].sum(), list(leaves.values()))):
-        assert len(grad) != 70 or not grad[t + 1 :].any(), name
+    outputs, gradients = [], []
+    for values in (inputs, changed):
+        leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
+        o = run(op, leaves, bound=bound)[0][: t + 1]
+        outputs.append(o)
+        gradients.append(torch.autograd.grad(o.square().sum(), list(leaves.values())))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-11)
+    for name, before, after in zip(NAMES, *gradients, strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-11, msg=name)
+        assert before.any() and (len(before) != 70 or not before[t + 1 :].any()), name
 
 
 def pinned(T: int, logit: Tensor, dtype: torch.dtype, **gate: float) -> dict[str, Tensor]:

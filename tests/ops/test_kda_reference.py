@@ -53,20 +53,29 @@ def step(inputs: dict[str, torch.Tensor], tokens: slice | list[int], state: torc
 
 
 @pytest.mark.parametrize("bound", [-5.0, -1.25, None])
-def test_steps_are_the_recurrence(bound: float | None) -> None:
-    """Token by token with carried state, two sequences at once, equals the recurrence over each; the state given
-    to a step stays as it was."""
-    lengths = [23, 23]
-    inputs = kda_inputs(lengths)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 130, 1000])
+def test_token_by_token(length: int, bound: float | None) -> None:
+    """Single steps with carried state, two sequences at once, equal the recurrence and the chunks over each; so do
+    chunks of one token; the state given to a step stays as it was."""
+    lengths = [length, length]
+    inputs = kda_inputs(lengths, seed=length)
     o, final = run(recurrent_kda, inputs, lengths, bound)
+    o_chunk, final_chunk = run(chunk_kda, inputs, lengths, bound)
+    torch.testing.assert_close(o_chunk, o, rtol=0, atol=1e-11)
+    torch.testing.assert_close(final_chunk, final, rtol=0, atol=1e-11)
     state = inputs["state"]
-    for t in range(23):
+    for t in range(length):
         before = state.clone()
-        o_t, after = step(inputs, [t, 23 + t], state, bound)
-        torch.testing.assert_close(o_t, o[[t, 23 + t]], rtol=0, atol=1e-12)
-        assert torch.equal(state, before)
+        o_t, after = step(inputs, [t, length + t], state, bound)
+        torch.testing.assert_close(o_t, o[[t, length + t]], rtol=0, atol=1e-11)
+        if t < 20:
+            assert torch.equal(state, before)
+            one = {n: x if x.shape[0] != 2 * length else x[[t, length + t]] for n, x in inputs.items()}
+            o_one, after_one = run(chunk_kda, one | {"state": state}, [1, 1], bound)
+            torch.testing.assert_close(o_one, o_t, rtol=0, atol=1e-11)
+            torch.testing.assert_close(after_one, after, rtol=0, atol=1e-11)
         state = after
-    torch.testing.assert_close(state, final, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state, final, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -145,3 +154,50 @@ def test_bounds_and_states_must_fit_the_tokens(op) -> None:
         with pytest.raises(ValueError, match="number of tokens, 5"):
             op(*rest, gate, cu_seqlens=torch.tensor(bounds))
     assert op(*rest, gate, cu_seqlens=cu_seqlens([5]))[0].shape == (5, 2, 12)
+
+
+WRONG = {
+    "batch": ("q", lambda x: x[None], r"q_THK: expected \[tokens, heads, key channels\], got \[1, 5, 2, 8\]"),
+    "heads of k": ("k", lambda x: x[:, :1], r"k_THK: \[5, 1, 8\] does not fit q_THK \[5, 2, 8\]"),
+    "channels of k": ("k", lambda x: x[..., :4], "k_THK"),
+    "length of v": ("v", lambda x: x[:4], "v_THV"),
+    "heads of v": ("v", lambda x: x[:, :1], "v_THV"),
+    "flat v": ("v", lambda x: x.flatten(1), "v_THV"),
+    "heads of logits": ("decay_logit", lambda x: x[:, :1], "decay_logit_THK"),
+    "one row of logits": ("decay_logit", lambda x: x[:1], "decay_logit_THK"),
+    "beta per channel": ("beta_logit", lambda x: x[..., None], "beta_logit_TH"),
+    "padded A_log": ("A_log", lambda x: torch.zeros(128), r"A_log_H must be \[2\] .* got \[128\]"),
+    "flat dt_bias": ("dt_bias", lambda x: x.flatten(), r"dt_bias_HK must be \[2, 8\] .* got \[16\]"),
+    "one head's dt_bias": ("dt_bias", lambda x: x[:1], "dt_bias_HK"),
+    "float32 beside float64": ("k", lambda x: x.float(), "k_THK: torch.float32 beside q_THK torch.float64"),
+    "integers": ("v", lambda x: x.long(), "v_THV: torch.int64"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
+def test_operands_that_do_not_fit_are_refused(op, name: str) -> None:
+    """Nothing is stretched over heads or tokens, and a batch dimension is not taken for tokens: one clear line."""
+    key, change, words = WRONG[name]
+    inputs = kda_inputs([5])
+    inputs[key] = change(inputs[key])
+    with pytest.raises(ValueError, match=words) as error:
+        run(op, inputs)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
+def test_gate_parameters_of_another_format(op) -> None:
+    """float32 parameters beside float64 tokens and the other way round: computed in the tokens' format."""
+    inputs = kda_inputs([20])
+    narrow = {n: x.float() for n, x in inputs.items()}
+    mixed = inputs | {n: narrow[n].requires_grad_() for n in ("A_log", "dt_bias")}
+    o, state = run(op, mixed)
+    want, _ = run(op, {n: x.double() for n, x in mixed.items()})
+    assert o.dtype == state.dtype == torch.float64
+    torch.testing.assert_close(o, want, rtol=0, atol=1e-12)
+    o.sum().backward()
+    assert mixed["A_log"].grad.dtype == torch.float32
+    o, state = run(op, {n: x.detach() for n, x in narrow.items()} | {n: inputs[n] for n in ("A_log", "dt_bias")})
+    assert o.dtype == state.dtype == torch.float32
+    torch.testing.assert_close(o.double(), want, rtol=1e-5, atol=1e-5)

@@ -15,8 +15,9 @@ def test_bounds() -> None:
     assert sequence_bounds(torch.tensor([0]), 0) == (0,)
 
 
-@pytest.mark.parametrize("bounds", [[], [0, 6], [0, 8], [1, 7], [0, 5, 4, 7]])
-def test_bounds_that_do_not_fit(bounds: list[int]) -> None:
-    """Empty, too short, too long, late and falling bounds."""
-    with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 7"):
-        sequence_bounds(torch.tensor(bounds), 7)
+@pytest.mark.parametrize("bounds", [[], [0, 6], [0, 8], [1, 7], [0, 5, 4, 7], [0.0, 7.0], [[0, 7]]])
+def test_bounds_that_do_not_fit(bounds: list) -> None:
+    """Empty, too short, too long, late, falling, fractional and nested bounds, and ones that are no tensor."""
+    for given in (torch.tensor(bounds), bounds):
+        with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 7; got"):
+            sequence_bounds(given, 7)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
-from openk3.ops.kda.reference import KdaGate, initial_states, kda_gate
+from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states, kda_gate
 from openk3.ops.kda.scan import Chunks, Past, scan_backward, scan_forward
 from openk3.ops.kda.scores import Factors, decay_factors, score_backward, score_forward, unit_lower_inverse
 from openk3.ops.norm import at_least_float32, l2_norm
@@ -32,6 +32,7 @@ def chunk_kda(
 
     Sequences of any lengths, empty ones included, are scanned side by side. Arithmetic is in at least float32.
     """
+    check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)
     v = at_least_float32(v_THV)

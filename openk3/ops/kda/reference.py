@@ -34,8 +34,18 @@ def kda_gate(decay_logit_THK: Tensor, gate: KdaGate) -> Tensor:
 
     Bounded: g = lower_bound * sigmoid(exp(A_log) * (logit + dt_bias)), not a clamp of the other form.
     Unbounded (Kimi Linear): g = -exp(A_log) * softplus(logit + dt_bias).
+    Raises ValueError if the gate's parameters are not [H] and [H, K].
     """
-    logit, A_log_H, dt_bias_HK = (at_least_float32(x) for x in (decay_logit_THK, gate.A_log_H, gate.dt_bias_HK))
+    logit = at_least_float32(decay_logit_THK)
+    for name, x, shape in (
+        ("A_log_H", gate.A_log_H, logit.shape[-2:-1]),
+        ("dt_bias_HK", gate.dt_bias_HK, logit.shape[-2:]),
+    ):
+        if x.shape != shape:
+            raise ValueError(
+                f"KDA gate: {name} must be {list(shape)} for logits {list(logit.shape)}, got {list(x.shape)}"
+            )
+    A_log_H, dt_bias_HK = gate.A_log_H.to(logit.dtype), gate.dt_bias_HK.to(logit.dtype)
     if gate.lower_bound is None:
         return -A_log_H.exp()[:, None] * F.softplus(logit + dt_bias_HK, threshold=40.0)
     return _BoundedGate.apply(logit, A_log_H, dt_bias_HK, gate.lower_bound)
@@ -61,6 +71,28 @@ class _BoundedGate(torch.autograd.Function):
         d_bias = d_logit.flatten(0, -3).sum(0)
         d_A_log = (d_logit * logit).flatten(0, -3).sum((0, 2)) + (d_bias * dt_bias).sum(1)
         return d_logit, d_A_log, d_bias, None
+
+
+def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: Tensor, beta_logit_TH: Tensor) -> None:
+    """Raise ValueError unless the five agree in tokens, heads and key channels, and in float64 or not."""
+    if q_THK.ndim != 3:
+        raise ValueError(
+            f"q_THK: expected [tokens, heads, key channels], got {list(q_THK.shape)};"
+            " sequences lie end to end, with cu_seqlens between them"
+        )
+    heads = q_THK.shape[:2]
+    parts = (
+        ("k_THK", k_THK, q_THK.shape),
+        ("v_THV", v_THV, (*heads, *v_THV.shape[2:3])),
+        ("decay_logit_THK", decay_logit_THK, q_THK.shape),
+        ("beta_logit_TH", beta_logit_TH, heads),
+    )
+    wide = torch.promote_types(q_THK.dtype, torch.float32)
+    for name, x, shape in parts:
+        if x.shape != shape or (name == "v_THV" and x.ndim != 3):
+            raise ValueError(f"{name}: {list(x.shape)} does not fit q_THK {list(q_THK.shape)}")
+        if torch.promote_types(x.dtype, torch.float32) != wide or not x.is_floating_point():
+            raise ValueError(f"{name}: {x.dtype} beside q_THK {q_THK.dtype}; give all in float64, or all in less")
 
 
 def initial_states(state_NHKV: Tensor | None, num_sequences: int, k_THK: Tensor, v_THV: Tensor) -> Tensor:
@@ -96,8 +128,9 @@ def recurrent_kda(
     q, k [T, H, K] raw; v [T, H, V]; decay_logit [T, H, K]; beta_logit [T, H]. cu_seqlens [N + 1] int cuts the tokens
     into sequences (None: one), state [N, H, K, V] is the one before each (None: zeros). Returns o [T, H, V] in
     v.dtype and the states after each sequence in at least float32, which is what everything is computed in.
-    Raises ValueError if cu_seqlens does not cover the tokens or the states are not N.
+    Raises ValueError if shapes or dtypes do not fit, cu_seqlens does not cover the tokens or the states are not N.
     """
+    check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)
     v = at_least_float32(v_THV)
