@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,8 +90,8 @@ class Packed:
 
         `to_padded` later puts per-token results back at the same places. Raises ValueError naming the row at fault.
         """
-        ids, mask = torch.as_tensor(ids_BT), torch.as_tensor(mask_BT)
-        labels = None if labels_BT is None else torch.as_tensor(labels_BT)
+        ids, mask = _tensor(ids_BT, "from_padded ids"), _tensor(mask_BT, "from_padded mask")
+        labels = None if labels_BT is None else _tensor(labels_BT, "from_padded labels")
         if ids.ndim != 2 or mask.shape != ids.shape or (labels is not None and labels.shape != ids.shape):
             shapes = [tuple(x.shape) for x in (ids, mask, labels) if x is not None]
             raise ValueError(f"from_padded: ids, mask and labels must share one [batch, length] shape, got {shapes}")
@@ -161,9 +162,13 @@ class Packed:
         return self if self.expanded else _expand(self, media_token_id)
 
     def to_padded(self, x_T: Tensor, fill: float = 0) -> Tensor:
-        """Scatter per-token values [T, ...] to [B, T', ...]: the layout of `from_padded`, else padded on the right."""
+        """Scatter per-token values [T, ...] to [B, T', ...]: the layout of `from_padded`, else padded on the right.
+
+        A model's results for images fit the expanded batch. Raises ValueError for another number of values.
+        """
         if len(x_T) != self.num_tokens:
-            raise ValueError(f"to_padded: {len(x_T)} values for {self.num_tokens} tokens")
+            hint = "; expand(media_token_id) the batch first" if self.images and not self.expanded else ""
+            raise ValueError(f"to_padded: {len(x_T)} values for {self.num_tokens} tokens{hint}")
         layout = self.padded
         if layout is None:
             layout = PaddedLayout((0,) * self.num_sequences, max(self.lengths.tolist(), default=0))
@@ -238,10 +243,7 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 def _ids(row: Any, where: str, lowest: int = 0) -> Tensor:
     """A 1-D int64 tensor of ids in [0, 2^31), or labels that may also be `lowest`."""
-    try:
-        ids = torch.as_tensor(row)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{where}: expected a flat list of integers ({str(error).splitlines()[0]})") from None
+    ids = _tensor(row, f"{where}: expected a flat list of integers")
     if ids.numel() == 0 and ids.ndim == 1:
         return torch.empty(0, dtype=torch.int64, device=ids.device)
     if ids.ndim != 1:
@@ -258,14 +260,28 @@ def _ids(row: Any, where: str, lowest: int = 0) -> Tensor:
 
 def _media(images: Iterable[Any]) -> tuple[MediaItem, ...]:
     items = []
-    for n, (pixels, grid) in enumerate(images):
-        pixels, grid = torch.as_tensor(pixels), tuple(int(side) for side in grid)
-        if len(grid) != 3 or min(grid) < 1 or grid[1] % 2 or grid[2] % 2:
+    for n, image in enumerate(images):
+        if not isinstance(image, Sequence) or isinstance(image, str) or len(image) != 2:
+            raise ValueError(f"image {n}: expected (pixels, (frames, rows, columns)), got a {type(image).__name__}")
+        grid = _tensor(image[1], f"image {n}: grid must be (frames, rows, columns)").tolist()
+        whole = isinstance(grid, list) and len(grid) == 3 and all(type(side) is int and side > 0 for side in grid)
+        if not whole or grid[1] % 2 or grid[2] % 2:
             raise ValueError(f"image {n}: grid {grid} must be (frames, rows, columns) with even rows and columns")
-        t, h, w = grid
+        pixels, (t, h, w) = _tensor(image[0], f"image {n}: pixels"), grid
         if pixels.ndim != 4 or len(pixels) != t * h * w:
-            raise ValueError(f"image {n}: pixels {list(pixels.shape)} do not hold the {t * h * w} patches of {grid}")
+            shape = list(pixels.shape)
+            raise ValueError(f"image {n}: pixels {shape} do not hold the {t * h * w} patches of {(t, h, w)}")
         if not pixels.is_floating_point():
             raise ValueError(f"image {n}: pixels must be floating point, got {pixels.dtype}")
         items.append(MediaItem(pixels, (t, h, w)))
     return tuple(items)
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    """A list, array or tensor as a tensor (torch refuses reversed arrays); a one-line ValueError for anything else."""
+    if isinstance(value, np.ndarray) and min(value.strides, default=0) < 0:
+        value = value.copy()
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what} ({str(error).splitlines()[0]})") from None

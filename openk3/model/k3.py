@@ -103,12 +103,14 @@ class K3(nn.Module):
         T counts the tokens after each image's placeholder was replaced by one per image token. With a cache nothing
         is recorded for gradients.
         """
-        return self.logits(self.hidden(packed, cache, trace))
+        with _recording(cache):
+            return self.logits(self.hidden(packed, cache, trace))
 
     def hidden(self, packed: Packed, cache: DenseCache | None = None, trace: Trace | None = None) -> Tensor:
         """h_TD: the last depth read, before the final norm (the MTP layer's h_t)."""
-        packed = self._expand(packed)
-        return self.backbone(self.inputs(packed), packed.cu_seqlens, cache, trace)
+        with _recording(cache):
+            packed = _expand(self, packed)
+            return self.backbone(self.inputs(packed), packed.cu_seqlens, cache, trace)
 
     def logits(self, h_TD: Tensor) -> Tensor:
         """lm_head(norm(h)) [T, V]."""
@@ -116,7 +118,7 @@ class K3(nn.Module):
 
     def inputs(self, packed: Packed) -> Tensor:
         """x_TD: token embeddings with the projected image features in their places. Raises ValueError on bad ids."""
-        packed = self._expand(packed)
+        packed = _expand(self, packed)
         ids_T = packed.token_ids_T
         if ids_T.device.type == "cpu" and len(ids_T) and int(ids_T.max()) >= self.config.text.vocab_size:
             raise ValueError(f"token id {int(ids_T.max())} lies outside the vocabulary of {self.embed.num_embeddings}")
@@ -129,12 +131,6 @@ class K3(nn.Module):
         where = (ids_T == self.config.media_placeholder_token_id).nonzero().squeeze(1)
         return x_TD.index_copy(0, where, features_TD)
 
-    def _expand(self, packed: Packed) -> Packed:
-        # Without a vision tower the placeholder's id is a token like any other.
-        if self.vision is None and not packed.images:
-            return packed
-        return packed.expand(self.config.media_placeholder_token_id)
-
     def backbone(
         self, x_TD: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None, trace: Trace | None = None
     ) -> Tensor:
@@ -142,7 +138,7 @@ class K3(nn.Module):
         sequences, trace = Sequences(cu_seqlens), trace or NO_TRACE
         if cache is not None:
             cache.check(sequences)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
+        with _recording(cache):
             depth = open_stream(x_TD, self.config.text, self.depth_queries(), trace)
             for i, layer in enumerate(self.layers):
                 layer(depth, sequences, None if cache is None else cache.layers[i], trace)
@@ -161,7 +157,7 @@ class K3(nn.Module):
 
         Image positions have no label. Means over the positions that have one; 0 where there is none.
         """
-        return _losses(self, self._expand(packed), trace or NO_TRACE, mtp_loss_weight)
+        return _losses(self, _expand(self, packed), trace or NO_TRACE, mtp_loss_weight)
 
     def draft(
         self, h_TD: Tensor, next_ids_T: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None
@@ -174,7 +170,7 @@ class K3(nn.Module):
         if self.mtp is None:
             raise ValueError("draft: this model has no MTP layer (num_nextn_predict_layers is 0)")
         rows = None if cache is None else cache.mtp
-        with torch.set_grad_enabled(torch.is_grad_enabled() and rows is None):
+        with _recording(rows):
             h_TD = self.mtp(h_TD, self.embed(next_ids_T), Sequences(cu_seqlens), rows)
             logits_TV = self.lm_head(self.mtp.norm(h_TD))
         if rows is not None:
@@ -188,6 +184,21 @@ class K3(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`.to(bfloat16)` and the like leave what has to stay at least float32 as it is."""
         return super()._apply(keeping_float32(self, fn), recurse)
+
+
+def _recording(cache: object) -> torch.set_grad_enabled:
+    """Gradients as the caller has them, none with a cache."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and cache is None)
+
+
+def _expand(model: K3, packed: Packed) -> Packed:
+    """The batch with one placeholder per image token. Raises TypeError for what is no Packed."""
+    if not isinstance(packed, Packed):
+        raise TypeError(f"K3 reads a Packed, such as Packed.join([[1, 2, 3]]); got a {type(packed).__name__}")
+    # Without a vision tower the placeholder's id is a token like any other.
+    if model.vision is None and not packed.images:
+        return packed
+    return packed.expand(model.config.media_placeholder_token_id)
 
 
 def _losses(model: K3, packed: Packed, trace: Trace, mtp_loss_weight: float) -> Losses:

@@ -202,11 +202,15 @@ class MoonViT(nn.Module):
         self.encoder = Encoder(config)
 
     def forward(self, images: Sequence[MediaItem]) -> Tensor:
-        """Merged patches of all items, in their order [sum of h*w/4, 4, D]. Raises ValueError for an item too large.
+        """Merged patches of all items, in their order [sum of h*w/4, 4, D].
 
-        Items do not see each other: a batch only shares its matrix products.
+        Items do not see each other: a batch only shares its matrix products. Raises ValueError for an item too large
+        and for patches of another size.
         """
-        for n, (_, (frames, rows, columns)) in enumerate(images):
+        side = list(self.patch_embed.proj.weight.shape[1:])
+        for n, (pixels, (frames, rows, columns)) in enumerate(images):
+            if list(pixels.shape[1:]) != side:
+                raise ValueError(f"image {n}: patches of {list(pixels.shape[1:])}; the vision tower reads {side}")
             if frames > self.max_frames or max(rows, columns) > MAX_SIDE:
                 raise ValueError(
                     f"image {n}: grid {(frames, rows, columns)} exceeds {self.max_frames} frames"

@@ -121,11 +121,34 @@ def test_bad_labels_are_refused(labels, words):
         (torch.rand(4, 3 * 196), (1, 2, 2), "do not hold"),
         (torch.rand(0, 3, 14, 14), (0, 2, 2), "grid"),
         (torch.zeros(4, 3, 14, 14, dtype=torch.uint8), (1, 2, 2), "floating point"),
+        (torch.rand(4, 3, 14, 14), (1, 2.5, 2), "must be .frames, rows, columns."),
+        (torch.rand(4, 3, 14, 14), (2, 2), "must be .frames, rows, columns."),
+        (torch.rand(4, 3, 14, 14), 4, "must be .frames, rows, columns."),
+        (torch.rand(4, 3, 14, 14), "122", "must be .frames, rows, columns."),
+        (torch.rand(4, 3, 14, 14), torch.tensor([[1, 2, 2]]), r"grid \[\[1, 2, 2\]\] must be"),
+        ("a.png", (1, 2, 2), "pixels"),
+        (None, (1, 2, 2), "pixels"),
     ],
 )
 def test_bad_images_are_refused(pixels, grid, words):
     with pytest.raises(ValueError, match=f"image 0: .*{words}"):
         Packed.join([[MEDIA]], [(pixels, grid)])
+
+
+@pytest.mark.parametrize("images", [[torch.rand(4, 3, 14, 14)], image(), ["ab"], [image() + (1,)]])
+def test_images_are_pairs(images):
+    with pytest.raises(ValueError, match=r"image 0: expected \(pixels, \(frames, rows, columns\)\)"):
+        Packed.join([[MEDIA]], images)
+
+
+def test_reversed_and_strided_arrays_are_read_as_they_look():
+    ids, pixels = np.arange(10), np.random.default_rng(0).random((4, 3, 14, 14), np.float32)
+    packed = Packed.join([ids[::-2], torch.arange(10)[::3]], [(pixels[::-1, :, ::-1], np.array([2, 2, 1])[[2, 0, 1]])])
+    assert packed.token_ids_T.tolist() == [9, 7, 5, 3, 1, 0, 3, 6, 9]
+    assert packed.images[0].pixels_N3PP[3, 1, 13, 5] == pixels[0, 1, 0, 5] and packed.images[0].grid_thw == (1, 2, 2)
+    assert type(packed.images[0].grid_thw[0]) is int
+    table = np.arange(6).reshape(2, 3)
+    assert Packed.from_padded(table[:, ::-1], table[::-1] > -1).token_ids_T.tolist() == [2, 1, 0, 5, 4, 3]
 
 
 def test_padded_round_trip_left_right_and_both():
@@ -162,6 +185,8 @@ def test_holes_are_refused_and_runs_are_not(mask):
         ([[1, 2]], [[1, 2]], None, "only 0"),
         ([[1, -2]], [[1, 1]], None, "-2"),
         ([[1.0, 2.0]], [[1, 1]], None, "integers"),
+        ([[1, 2], [3]], [[1, 1], [1, 1]], None, "from_padded ids"),
+        ([[1, 2]], None, None, "from_padded mask"),
     ],
 )
 def test_bad_padded_batches_are_refused(ids, mask, labels, words):
@@ -190,6 +215,10 @@ def test_joined_batches_pad_right():
     assert packed.to_padded(packed.token_ids_T, fill=-1).tolist() == [[1, -1, -1], [2, 3, 4], [-1, -1, -1]]
     with pytest.raises(ValueError, match="3 values for 4 tokens"):
         packed.to_padded(torch.zeros(3))
+    packed = Packed.join([[1, MEDIA]], [image(1, 4, 4)])
+    with pytest.raises(ValueError, match=r"5 values for 2 tokens; expand\(media_token_id\) the batch first"):
+        packed.to_padded(torch.zeros(5))
+    assert packed.expand(MEDIA).to_padded(torch.zeros(5)).shape == (1, 5)
 
 
 def test_to_moves_everything():

@@ -91,10 +91,12 @@ def test_a_pass_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_cached_passes_record_no_gradient() -> None:
-    """A cache is for inference; its values carry no graph even where gradients are enabled."""
+    """A cache is for inference; logits and hidden values carry no graph even where gradients are enabled."""
     cache = MODEL.new_cache(1)
     assert torch.is_grad_enabled()
     assert not MODEL.hidden(Packed.join([[7, 8]]), cache).requires_grad
+    assert not MODEL(Packed.join([[7, 8]]), cache).requires_grad
+    assert MODEL(Packed.join([[7, 8]])).requires_grad
     assert torch.is_grad_enabled()
 
 

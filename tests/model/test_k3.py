@@ -57,6 +57,22 @@ def test_later_tokens_change_nothing_earlier(place: int, seed: int) -> None:
     assert (after[place] - before[place]).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("model", [MODEL, FULL], ids=["block", "full"])
+@pytest.mark.parametrize("place", [0, 15, 40, 63, 64])
+def test_later_tokens_change_no_earlier_gradient(model: K3, place: int) -> None:
+    """What is read at or before `place` sends the same gradient to every parameter and input, gates, decay and router
+    included, whatever tokens follow."""
+    first, second = random_ids([80, 20], seed=place)
+    weights_TV = torch.randn(100, VOCAB, dtype=torch.float64)
+    weights_TV[place + 1 : 80] = 0
+    changed = [*first[: place + 1], *random_ids([79 - place], seed=99)[0]]
+    want = gradients(model, Packed.join([first, second]), weights_TV)
+    got = gradients(model, Packed.join([changed, second]), weights_TV)
+    for name, value in want.items():
+        close(got[name], value)
+        assert name.startswith(("layers.0.mix_query", "mtp.")) or value.any(), name
+
+
 def test_gradients_are_causal() -> None:
     """What is read at or before t sends no gradient to inputs after t; to inputs at or before t it does."""
     packed = Packed.join(random_ids([80, 20]))
@@ -119,6 +135,19 @@ def test_float32_split_equals_one_pass_with_equal_routing() -> None:
         for i, routes in recorder.routes.items():
             assert torch.equal(routes.expert_ids_Tk, whole.routes[i].expert_ids_Tk[start:end])
     torch.testing.assert_close(torch.cat(parts), want, atol=1e-3, rtol=0)
+
+
+def test_float32_packed_equals_separate_with_equal_routing() -> None:
+    """In float32 at the golden tolerance, and every token goes to the same experts."""
+    model, rows, together = tiny_model(dtype=torch.float32), random_ids([5, 0, 70, 1, 17]), Recorder()
+    logits, start = model(Packed.join(rows), trace=together), 0
+    for row in rows:
+        alone, here = Recorder(), slice(start, start + len(row))
+        want = model(Packed.join([row]), trace=alone)
+        torch.testing.assert_close(logits[here], want, atol=1e-3, rtol=0)
+        for i, routes in alone.routes.items():
+            assert torch.equal(together.routes[i].expert_ids_Tk[here], routes.expert_ids_Tk)
+        start += len(row)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (1, 0), (3, 0), (4, 0), (5, 0), (0, 5), (2, 3)])
@@ -242,6 +271,10 @@ def test_errors_name_what_is_wrong() -> None:
         MODEL(Packed.join([[7]], images=[random_image((1, 2, 2))]))
     with pytest.raises(ValueError, match="holds 2 sequences, the batch has 1"):
         MODEL(Packed.join([[7]]), MODEL.new_cache(2))
+    for batch in ([[1, 2]], torch.tensor([[1, 2]]), {"input_ids": [1]}):
+        for call in (MODEL, MODEL.loss, MODEL.hidden):
+            with pytest.raises(TypeError, match=r"reads a Packed, such as Packed\.join"):
+                call(batch)
 
 
 def test_text_model_reads_the_placeholder_as_a_token() -> None:

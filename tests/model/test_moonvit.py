@@ -130,11 +130,13 @@ def test_factorised_equals_joint_on_still_images_only() -> None:
 
 
 def test_too_large_items_are_refused() -> None:
-    """More frames than the temporal table, or more patches on a side than the rotary table."""
+    """More frames than the temporal table, more patches on a side than the rotary table, patches of another size."""
     with pytest.raises(ValueError, match=r"image 1: grid \(5, 2, 2\) exceeds 4 frames"):
         tower()([random_image((1, 2, 2)), random_image((5, 2, 2))])
     with pytest.raises(ValueError, match=r"image 0: grid \(1, 2, 514\) exceeds"):
         tower()([random_image((1, 2, 514))])
+    with pytest.raises(ValueError, match=r"image 0: patches of \[3, 16, 16\]; the vision tower reads \[3, 14, 14\]"):
+        tower()([MediaItem(torch.zeros(4, 3, 16, 16), (1, 2, 2))])
 
 
 def test_position_table_is_stretched_and_trained() -> None:
