@@ -17,7 +17,7 @@ from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.attn_res import inter_block, merge_partial, mix_depth
 from openk3.ops.norm import at_least_float32
 
-PHASE_ONE_ELEMENTS = 1 << 26  # values that phase one may hold at once (256 MiB in float32)
+PHASE_ONE_ELEMENTS = 1 << 26  # values of sources and mixtures that phase one may hold at once (256 MiB in float32)
 
 
 class DepthQuery(nn.Module):
@@ -96,8 +96,8 @@ class DepthStream:
     def _begin_phase_one(self) -> bool:
         """Phase one for the next reads, as many as share the finished sources and fit into memory."""
         left_in_block = self.writes_per_block - self._num_writes % self.writes_per_block
-        size = min(left_in_block, PHASE_ONE_ELEMENTS // max(1, self.sources[0].numel()))
-        queries = self._upcoming[self._num_reads - 1 :][:size]
+        room = PHASE_ONE_ELEMENTS // max(1, self.sources[0].numel()) - len(self.sources)
+        queries = self._upcoming[self._num_reads - 1 :][: max(0, min(left_in_block, room))]
         if len(queries) < 2:  # nothing to share: the plain softmax reads less memory
             return False
         vectors_QD = torch.stack([query.vector_D() for query in queries])

@@ -51,16 +51,24 @@ def test_two_phases_equal_one(layers: int, block: int, tokens: int) -> None:
         close(got, want, 1e-13)
 
 
-@pytest.mark.parametrize("budget", [1, 16, 40, 1 << 20])
+@pytest.mark.parametrize("budget", [1, 16, 70, 1 << 20])
 def test_two_phases_within_a_memory_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few reads fit into phase one at once, the result is the same."""
     reads, x_TD = queries(15), torch.randn(2, 8, dtype=torch.float64)
     with torch.no_grad():
         want = run(DepthStream(x_TD, 6), reads, 2)
         monkeypatch.setattr(depth_module, "PHASE_ONE_ELEMENTS", budget)
+        inter_block, held = depth_module.inter_block, [0]
+
+        def counted(sources: Any, vectors_QD: Any, eps: float) -> Any:
+            held.append((len(sources) + len(vectors_QD)) * x_TD.numel())
+            return inter_block(sources, vectors_QD, eps)
+
+        monkeypatch.setattr(depth_module, "inter_block", counted)
         got = run(DepthStream(x_TD, 6, upcoming=reads), reads, 2)
     for one, two in zip(got, want, strict=True):
         close(one, two, 1e-13)
+    assert max(held) <= budget and (budget < 100 or len(held) == 3)
 
 
 def test_model_in_two_phases_equals_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +149,34 @@ def test_gradients_with_recomputation_are_equal() -> None:
     again = torch.autograd.grad(checkpoint(read, *sources, use_reentrant=False).square().sum(), leaves)
     for one, two in zip(kept, again, strict=True):
         assert torch.equal(one, two) and one.any()
+
+
+def test_gradients_of_a_model_with_recomputation_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E04: with every depth read, mixer and feed-forward part recomputed in the backward pass, every gradient of a
+    training step is the same."""
+    model, packed = tiny_model(), Packed.join(random_ids([20, 9]))
+    model.loss(packed).total.backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    calls = []
+
+    def again(sources: list[torch.Tensor], query: torch.Tensor, norm: torch.Tensor, eps: float) -> Any:
+        def read(*values: torch.Tensor) -> Any:
+            calls.append("read")
+            return mix_depth(list(values), query, norm, eps)
+
+        return checkpoint(read, *sources, use_reentrant=False)
+
+    monkeypatch.setattr(depth_module, "mix_depth", again)
+    for layer in model.layers:
+        for part in (layer.mixer, layer.ffn):
+            forward = part.forward
+            monkeypatch.setattr(part, "forward", lambda *a, f=forward: checkpoint(f, *a, use_reentrant=False))
+    model.loss(packed).total.backward()
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == want.keys() and len(calls) == 2 * (2 * 6)  # every read but the first, forward and backward
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
 
 
 def test_residual_stream_is_a_running_sum() -> None:
