@@ -54,6 +54,32 @@ def test_loss_reaches_the_backbone_and_the_embedding() -> None:
     assert grad is None  # h_t is taken before the final norm
 
 
+@pytest.mark.parametrize("place", [2, 15, 16, 39, 64])
+def test_later_tokens_change_nothing_earlier(place: int) -> None:
+    """The prediction at t reads tokens up to t + 1: a change at `place` moves it from place - 1 on, not before; the
+    gradients of what is predicted before are the same too."""
+    (row,) = random_ids([70])
+    changed = [*row[:place], *random_ids([70 - place], seed=5)[0]]
+    changed[place] = 6 + (row[place] - 5) % 55
+    logits, gradients = [], []
+    for ids in (row, changed):
+        packed = Packed.join([ids])
+        layout = torch.tensor([0, 69], dtype=torch.int32)
+        _, logits_TV = MODEL.draft(MODEL.hidden(packed)[:-1], torch.tensor(ids[1:]), layout)
+        reached = [
+            p for name, p in MODEL.named_parameters() if name.startswith(("layers.", "mtp.", "embed.", "lm_head"))
+        ]
+        early = logits_TV[: place - 1].square().sum()
+        logits.append(logits_TV.detach())
+        gradients.append(torch.autograd.grad(early, reached, allow_unused=True))
+    close(logits[1][: place - 1], logits[0][: place - 1])
+    assert (logits[1][place - 1] - logits[0][place - 1]).abs().max() > 1e-6
+    for before, after in zip(*gradients, strict=True):
+        assert (before is None) == (after is None)
+        if before is not None:
+            close(after, before)
+
+
 def test_pairs_stop_at_boundaries() -> None:
     """Every position but the last of each sequence."""
     pairs = next_token_pairs(Sequences(torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)))

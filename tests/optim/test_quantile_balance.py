@@ -38,6 +38,12 @@ def test_reference_vectors(case: str) -> None:
     torch.testing.assert_close(
         exact_bias(scores, threshold, int(k)), expected[f"qb.{case}.new_bias"], rtol=1e-6, atol=1e-6
     )
+    # Against the cut-off, every expert's bias admits the same number of tokens: its share.
+    load, margin = int(expected[f"qb.{case}.target_load"]), scores.double() - threshold.double().unsqueeze(1)
+    assert load == len(scores) * int(k) / scores.shape[1]
+    border = (margin + exact_bias(scores.double(), threshold.double(), int(k))).sort(0, descending=True).values
+    torch.testing.assert_close(border[load], border[load].mean().expand(scores.shape[1]), rtol=0, atol=1e-12)
+    assert bool((border[load - 1] > border[load]).all())
     found = histogram_of(scores, bias, threshold).bias(int(k)).float()
     torch.testing.assert_close(found, expected[f"qb.{case}.hist_bias_B1000"], rtol=1e-6, atol=1e-6)
 
