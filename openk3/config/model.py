@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class ModelConfig:
         text = _build(TextConfig, text_data, "text_config", linear_attn_config=linear)
         vision_data = data.get("vision_config")
         vision = _build(VisionConfig, vision_data, "vision_config") if vision_data else None
-        ids = {name: data[name] for name in _ID_FIELDS if data.get(name) is not None}
+        ids = {name: _coerce(data[name], "int", name) for name in _ID_FIELDS if data.get(name) is not None}
         return cls(text=text, vision=vision, **ids)
 
     @classmethod
@@ -226,6 +227,11 @@ _VISION_CONSTANTS = {
 
 def _refuse_unsupported(data: dict[str, Any]) -> None:
     """A config that asks for what K3 does not have must not load silently."""
+    text = data.get("text_config")
+    linear = text.get("linear_attn_config") if isinstance(text, dict) else None
+    parts = {"text_config": text, "linear_attn_config": linear, "vision_config": data.get("vision_config")}
+    for name, part in parts.items():
+        _require(part is None or isinstance(part, dict), f"{name}: expected a JSON object, got {part!r}")
     sections = (
         ("", data, {"model_type": "kimi_k3", "tie_word_embeddings": False}),
         ("text_config.", data.get("text_config") or {}, {k: v for k, v in _TEXT_CONSTANTS.items() if k in _FIXED_TEXT}),
@@ -235,12 +241,11 @@ def _refuse_unsupported(data: dict[str, Any]) -> None:
         for name, value in fixed.items():
             if name in section and section[name] != value:
                 raise ConfigError(f"{prefix}{name}: {section[name]!r} is not K3 (expected {value!r})")
-    if "text_config" not in data:
+    if text is None:
         raise ConfigError("text_config: missing; this is not a K3 config")
-    text = data["text_config"]
     if text.get("num_key_value_heads", text.get("num_attention_heads")) != text.get("num_attention_heads"):
         raise ConfigError("text_config.num_key_value_heads: must equal num_attention_heads")
-    if "gate_lower_bound" not in (text.get("linear_attn_config") or {}):
+    if "gate_lower_bound" not in (linear or {}):
         raise ConfigError(
             "text_config.linear_attn_config.gate_lower_bound: missing; "
             "write -5.0 for K3 or null for Kimi Linear's unbounded gate"
@@ -291,9 +296,13 @@ def _check(config: ModelConfig) -> None:
     text, linear, vision = config.text, config.text.linear_attn_config, config.vision
     for section, prefix in ((text, "text_config"), (linear, "linear_attn_config"), (vision, "vision_config")):
         for spec in dataclasses.fields(section) if section is not None else ():
-            value = getattr(section, spec.name)
-            if spec.type == "int" and spec.name not in _MAY_BE_ZERO:
-                _require(value >= 1, f"{prefix}.{spec.name}: must be at least 1, got {value}")
+            value, where = getattr(section, spec.name), f"{prefix}.{spec.name}"
+            least = 0 if spec.name in _MAY_BE_ZERO else 1
+            if spec.type == "int":
+                _require(value >= least, f"{where}: must be at least {least}, got {value}")
+            elif spec.type.startswith("float") and value is not None and spec.name != "gate_lower_bound":
+                fits = math.isfinite(value) and value >= 0 and (value > 0 or not least)
+                _require(fits, f"{where}: must be a positive number, got {value}")
     layers = sorted(linear.kda_layers + linear.full_attn_layers)
     _require(
         layers == list(range(1, text.num_hidden_layers + 1)),
@@ -329,7 +338,13 @@ def _check(config: ModelConfig) -> None:
         _check_vision(vision, text)
 
 
-_MAY_BE_ZERO = {"num_nextn_predict_layers", "first_k_dense_replace", "num_shared_experts", "qk_rope_head_dim"}
+_MAY_BE_ZERO = {
+    "num_nextn_predict_layers",
+    "first_k_dense_replace",
+    "num_shared_experts",
+    "qk_rope_head_dim",
+    "initializer_range",
+}
 
 
 def _check_vision(vision: VisionConfig, text: TextConfig) -> None:
@@ -341,6 +356,7 @@ def _check_vision(vision: VisionConfig, text: TextConfig) -> None:
         vision.qkv_hidden_size % (4 * vision.vt_num_attention_heads) == 0,
         "vision_config.qkv_hidden_size: must be 4 * vt_num_attention_heads * n (2-D rotary pairs)",
     )
+    _require(vision.vt_hidden_size % 2 == 0, "vision_config.vt_hidden_size: must be even (sines and cosines of time)")
     _require(vision.merge_kernel_size == (2, 2), "vision_config.merge_kernel_size: must be [2, 2]")
     _require(
         vision.video_attention in ("joint", "factorised"), "vision_config.video_attention: 'joint' or 'factorised'"

@@ -29,7 +29,12 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def allocate(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a model that was built on the meta device memory; its values are undefined."""
+    """Give a model that was built on the meta device memory; its values are undefined.
+
+    Raises ValueError for what is no floating-point dtype of torch.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point one such as torch.bfloat16, got {dtype!r}")
     for name, old in [*model.named_parameters(), *model.named_buffers()]:
         path, _, leaf = name.rpartition(".")
         new = torch.empty(old.shape, dtype=stored_dtype(name, dtype), device=device)

@@ -101,3 +101,10 @@ def test_fresh_model_is_close_to_uniform() -> None:
         loss = model.loss(Packed.join([ids]), trace=recorder)
     assert float(loss.lm) == pytest.approx(math.log(400), rel=0.03)
     assert len(recorder.routes[1].expert_ids_Tk.unique()) == 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.complex64, None])
+def test_only_floating_point_models(dtype: object) -> None:
+    """Names and integer formats are refused in one line."""
+    with pytest.raises(ValueError, match="dtype: expected a floating-point one such as torch.bfloat16, got"):
+        K3.build(CONFIG, dtype=dtype)  # pyrefly: ignore
