@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from openk3.commands.flags import Quickstart
 
 MIN_MINUTES = 0.5
-LOAD_STEPS = 8  # batches after the last one trained on, over which the expert load at the end is counted
+LOAD_STEPS = 16  # batches after the last one trained on, over which the expert load at the end is counted
 log = logging.getLogger(__name__)
 
 

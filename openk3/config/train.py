@@ -94,7 +94,7 @@ class BalanceConfig:
 
     method: str = "histogram"  # "histogram", or "exact": keeps every margin of the step
     bins: int = 1000  # bins of the histogram
-    ema: float = 0.0  # share of the earlier bias that each update keeps, against noise; 0: each step stands alone
+    ema: float = 0.0  # share of the earlier bias that an update keeps at most, against noise; 0: each step stands alone
 
     def __post_init__(self) -> None:
         _require(self.method in ("histogram", "exact"), f"balance.method: 'histogram' or 'exact', got {self.method!r}")

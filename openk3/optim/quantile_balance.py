@@ -129,6 +129,7 @@ class BalanceTrace(Trace):
         self.loads: dict[int, Tensor] = {}
         self.max_logits: dict[int, Tensor] = {}
         self._wants_max_logits, self._ema = max_logits, config.ema
+        self.num_updates = 0
         # Threads of one step have their passes open and closed by themselves, and count one at a time.
         self._open: set[int] = set()
         self._counting = threading.Lock()
@@ -178,12 +179,17 @@ class BalanceTrace(Trace):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Set every router's bias for the next step and forget this one. Routers that saw no token keep theirs."""
+        """Set every router's bias for the next step and forget this one. Routers that saw no token keep theirs.
+
+        With `ema`, the first steps are averaged evenly, so that the average never leans on the initial bias.
+        """
+        self.num_updates += 1
+        new = max(1 - self._ema, 1 / self.num_updates)
         for layer, router in self.routers.items():
             statistic = self.statistics[layer]
             # With every expert chosen there is nothing to balance, and no (k+1)-th score.
             if statistic.num_tokens and router.k < len(router.bias):
-                router.bias.lerp_(statistic.bias(router.k).to(router.bias), 1 - self._ema)
+                router.bias.lerp_(statistic.bias(router.k).to(router.bias), new)
         self.reset()
 
     def reset(self) -> None:
@@ -194,8 +200,8 @@ class BalanceTrace(Trace):
         self._open.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Histograms and their ranges by layer: all zero between steps, the counts so far inside one."""
-        state: dict[str, Tensor] = {}
+        """Updates so far; histograms and their ranges by layer: all zero between steps, the counts so far inside one."""
+        state: dict[str, Tensor] = {"updates": torch.tensor(self.num_updates)}
         for layer, statistic in self.statistics.items():
             if isinstance(statistic, Histogram):
                 state[f"{layer}.counts"] = statistic.counts_EB
@@ -204,6 +210,7 @@ class BalanceTrace(Trace):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put back what `state_dict` gave."""
+        self.num_updates = int(state["updates"])
         for layer, statistic in self.statistics.items():
             if isinstance(statistic, Histogram):
                 statistic.counts_EB.copy_(state[f"{layer}.counts"])

@@ -47,7 +47,7 @@ def plan(minutes: float) -> Plan:
         num_captions=round(min(120 + 40 * minutes, 600)),
         sample_tokens=96 if minutes < 3 else 160,
         evaluation_seconds=min(9 + 3.5 * minutes, 45.0),
-        curve_seconds=max(6.0, 4.0 * minutes),
+        curve_seconds=max(10.0, 4.0 * minutes),
     )
 
 
@@ -63,13 +63,13 @@ def fitted(plan: Plan, tokens_per_second: float) -> Plan:
 
 
 def model() -> ModelConfig:
-    """8 layers of width 128 (6 KDA, 2 MLA), 16 experts of which 4 work, 3 depth blocks, a 2-layer tower, MTP."""
-    kda, full = schedule(8)
+    """6 layers of width 128 (4 KDA, 2 MLA), 16 experts of which 4 work, 3 depth blocks, a 2-layer tower, MTP."""
+    kda, full = schedule(6)
     text = TextConfig(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=8,
+        num_hidden_layers=6,
         num_attention_heads=4,
         q_lora_rank=64,
         kv_lora_rank=64,
@@ -77,7 +77,7 @@ def model() -> ModelConfig:
         qk_rope_head_dim=16,
         v_head_dim=32,
         linear_attn_config=LinearAttnConfig(head_dim=32, num_heads=4, kda_layers=kda, full_attn_layers=full),
-        attn_res_block_size=3,
+        attn_res_block_size=2,
         num_experts=16,
         num_experts_per_token=4,
         num_shared_experts=1,
@@ -106,14 +106,14 @@ def pretrain(minutes: float = 8.0) -> PretrainConfig:
     Short runs take smaller steps, so that there are a hundred of them even in one minute. A step is two micro-batches,
     one for each core.
     """
-    batch = 1024 if minutes < 3 else 2048
+    batch = 2048 if minutes < 3 else 4096
     return PretrainConfig(
         model=model(),
         data=DataConfig(
             stages=((0.875, WINDOW), (0.125, LONG_WINDOW)), batch_tokens=batch, micro_batch_tokens=batch // 2
         ),
-        optim=OptimConfig(lr=1.5e-2, min_lr=5e-4),
-        balance=BalanceConfig(ema=0.8),
+        optim=OptimConfig(lr=1.2e-2, min_lr=4e-4),
+        balance=BalanceConfig(ema=0.95),
         checkpoint=CheckpointConfig(every=0, keep=1, experts="float32"),
         validation=ValidationConfig(every=0, max_tokens=8192),
         steps=800,

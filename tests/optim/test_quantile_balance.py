@@ -143,18 +143,24 @@ def test_bias_moves_only_in_update(method: str) -> None:
 
 
 def test_moving_average_keeps_a_share_of_the_earlier_bias() -> None:
-    """Appendix D's option: with ema 0.75 the new bias has a quarter of the step's own quantiles; 0 takes them whole."""
+    """Appendix D's option: with ema 0.75 the new bias has a quarter of the step's own quantiles; 0 takes them whole.
+
+    The first updates are a plain mean: update n has weight 1/n until that is less than a quarter.
+    """
     model = K3.build(small_model(), seed=0)
     plain, smooth = BalanceTrace(model, BalanceConfig()), BalanceTrace(model, BalanceConfig(ema=0.75))
     router, earlier = plain.routers[1], torch.tensor([0.03, -0.01, -0.01, -0.01])
     found = []
-    for trace in (plain, smooth):
+    for trace, updates in ((plain, 0), (smooth, 9), (smooth, 0), (smooth, 1)):
+        trace.num_updates = updates
         router.bias.copy_(earlier)
         trace.open()
         model.loss(random_batch(0), trace)
         trace.update()
         found.append(router.bias.clone())
     torch.testing.assert_close(found[1], 0.75 * earlier + 0.25 * found[0])
+    assert torch.equal(found[2], found[0])
+    torch.testing.assert_close(found[3], 0.5 * earlier + 0.5 * found[0])
 
 
 def test_only_open_forward_passes_count() -> None:
