@@ -200,7 +200,7 @@ class BalanceTrace(Trace):
         self._open.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Updates so far, and histograms with their ranges by layer: zero between steps, the counts so far inside one."""
+        """Updates so far; histograms and their ranges by layer, zero between steps, the counts so far inside one."""
         state: dict[str, Tensor] = {"updates": torch.tensor(self.num_updates)}
         for layer, statistic in self.statistics.items():
             if isinstance(statistic, Histogram):
