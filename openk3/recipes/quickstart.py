@@ -103,16 +103,15 @@ def model() -> ModelConfig:
 def pretrain(minutes: float = 8.0) -> PretrainConfig:
     """Windows of 256 tokens, and of 2,048 for the last eighth; `SHARES` become the weights of its files.
 
-    Short runs take smaller steps, so that there are a hundred of them even in one minute. A step is two micro-batches,
-    one for each core.
+    Short runs take smaller steps at a higher rate. A step is two micro-batches, one for each core.
     """
-    batch = 2048 if minutes < 3 else 4096
+    batch, lr = (2048, 2e-2) if minutes < 3 else (4096, 1.2e-2)
     return PretrainConfig(
         model=model(),
         data=DataConfig(
             stages=((0.875, WINDOW), (0.125, LONG_WINDOW)), batch_tokens=batch, micro_batch_tokens=batch // 2
         ),
-        optim=OptimConfig(lr=1.2e-2, min_lr=4e-4),
+        optim=OptimConfig(lr=lr, min_lr=4e-4),
         balance=BalanceConfig(ema=0.95),
         checkpoint=CheckpointConfig(every=0, keep=1, experts="float32"),
         validation=ValidationConfig(every=0, max_tokens=8192),
