@@ -14,6 +14,7 @@ from op_checks import DTYPES, Watch, assert_golden
 from torch import Tensor
 
 from openk3.ops import KdaGate, chunk_kda, recurrent_kda
+from openk3.ops.kda import chunk
 from openk3.ops.kda.reference import kda_gate
 
 BOUNDS = [-5.0, None]
@@ -215,6 +216,22 @@ def test_backward_leaves_things_as_they_were() -> None:
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
     assert all(torch.equal(inputs[name], copies[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("values", [1, 500, 3000])
+def test_blocks(monkeypatch: pytest.MonkeyPatch, values: int, keep: bool) -> None:
+    """However few steps are computed at a time, down to one, sequences that end within a block or at its border give
+    the same outputs, states and gradients."""
+    lengths = [33, 100, 0, 64, 65, 200, 5]
+    inputs = kda_inputs(lengths)
+    want = run_with_gradients(chunk_kda, inputs, lengths)
+    monkeypatch.setattr(chunk, "_BLOCK_VALUES", values)
+    if keep:
+        assert_same(run_with_gradients(chunk_kda, inputs, lengths), want)
+    else:
+        o, state = run(chunk_kda, inputs, lengths)
+        assert_same({"o": o, "final": state}, {name: want[name] for name in ("o", "final")})
 
 
 def test_strided_inputs() -> None:

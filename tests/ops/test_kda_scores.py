@@ -11,37 +11,37 @@ from openk3.ops.kda.scores import decay_factors, score_backward, score_forward, 
 TILES = [1, 16]
 
 
-def rows(C: int, tile: int, M: int = 2, H: int = 2, K: int = 5) -> tuple[torch.Tensor, ...]:
-    """Random q, k, w [M, H, C, K] and log decay between 0 and -5."""
-    q, k, w = (random(M, H, C, K, seed=i) for i in range(3))
-    return q, k, w, -5 * torch.sigmoid(random(M, H, C, K, seed=3))
+def rows(C: int, X: int = 4, K: int = 5) -> tuple[torch.Tensor, ...]:
+    """Random q, k, w [X, C, K] and log decay between 0 and -5."""
+    q, k, w = (random(X, C, K, seed=i) for i in range(3))
+    return q, k, w, -5 * torch.sigmoid(random(X, C, K, seed=3))
 
 
 def relative(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, inner: torch.Tensor | None, tile: int):
     """Read and write rows relative to the middle of their tile."""
-    q, k, w = (x.unflatten(2, (-1, tile)) for x in (q, k, w))
+    q, k, w = (x.unflatten(1, (-1, tile)) for x in (q, k, w))
     inner = torch.ones_like(q) if inner is None else inner
-    return torch.stack([q * inner, k * inner], 3), w / inner
+    return torch.stack([q * inner, k * inner], 2), w / inner
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("C", [16, 32, 64])
 def test_scores_are_their_definition(C: int, tile: int) -> None:
     """score[i, j] = sum_K r_i w_j exp(G_i - G_j) for j <= i (queries) or j < i (keys), with its gradients."""
-    q, k, w, g = rows(C, tile)
+    q, k, w, g = rows(C)
     factors = decay_factors(g, tile)
     reads, writes = relative(q, k, w, factors.inner, tile)
     got = score_forward(reads, writes, factors)
     for x in (q, k, w):
         x.requires_grad_()
-    G = g.cumsum(2)
-    between = (G.unsqueeze(3) - G.unsqueeze(2)).exp()
-    want = [torch.einsum("mhik,mhjk,mhijk->mhij", r, w, between).tril(d) for r, d in ((q, 0), (k, -1))]
+    G = g.cumsum(1)
+    between = (G.unsqueeze(2) - G.unsqueeze(1)).exp()
+    want = [torch.einsum("xik,xjk,xijk->xij", r, w, between).tril(d) for r, d in ((q, 0), (k, -1))]
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-12)
     grad = [random(*want[0].shape, seed=4 + i) for i in range(2)]
     d_q, d_k, d_w = torch.autograd.grad(want, (q, k, w), grad)
-    stacked = torch.stack([x.unflatten(2, (-1, tile)) for x in grad], 3)
+    stacked = torch.stack([x.unflatten(1, (-1, tile)) for x in grad], 2)
     d_reads, d_writes = score_backward(stacked, reads, writes, factors)
     want_reads, want_writes = relative(d_q, d_k, d_w, None if factors.inner is None else 1 / factors.inner, tile)
     torch.testing.assert_close(d_reads, want_reads, rtol=1e-11, atol=1e-12)
@@ -52,12 +52,12 @@ def test_scores_are_their_definition(C: int, tile: int) -> None:
 def test_factors(tile: int) -> None:
     """Reading, writing and the whole chunk against running sums; nothing exceeds one, and inside a tile at the bound
     the exponent stays within 40."""
-    g = rows(32, tile)[3]
+    g = rows(32)[3]
     factors = decay_factors(g, tile)
-    G, middle = g.cumsum(2), torch.arange(32 // tile) * tile + tile // 2
-    torch.testing.assert_close(factors.read[:, :, :, 0, 0], G[:, :, middle].exp())
-    torch.testing.assert_close(factors.write[:, :, :, 0, 0], (G[:, :, -1:] - G[:, :, middle]).exp())
-    torch.testing.assert_close(factors.total, G[:, :, -1].exp())
+    G, middle = g.cumsum(1), torch.arange(32 // tile) * tile + tile // 2
+    torch.testing.assert_close(factors.read[:, :, 0, 0], G[:, middle].exp())
+    torch.testing.assert_close(factors.write[:, :, 0, 0], (G[:, -1:] - G[:, middle]).exp())
+    torch.testing.assert_close(factors.total, G[:, -1].exp())
     assert list(factors.halves) == [tile << i for i in range((32 // tile).bit_length() - 1)]
     for x in (factors.read, factors.write, factors.total, *factors.halves.values()):
         assert x.max() <= 1

@@ -1,5 +1,6 @@
 """Where the tokens of packed sequences go when they are cut into chunks and scanned side by side."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,37 +9,60 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
-    """Chunks of all sequences, ordered by chunk number and inside one number by falling sequence length.
+class Block:
+    """A few consecutive steps of the scan: everything but the state is computed block by block, to stay in cache.
 
-    So the chunks of one scan step lie together, and the sequences that go on are a prefix of those that were there.
-    Rows are the slots of [M chunks, H heads, `chunk` tokens]; slots behind a sequence's last token are padding.
+    Its rows are the slots of X matrices of `chunk` tokens, one for each chunk and head; slots behind a sequence's last
+    token are padding.
     """
 
     chunk: int
     heads: int
-    active: tuple[int, ...]  # sequences that have a chunk number 0, 1, 2, ...
-    order_N: Tensor | None  # sequences by falling length; None if they already are
-    rank_N: Tensor | None  # the inverse of order_N
+    first_step: int
+    counts: tuple[int, ...]  # sequences that take part in each of its steps
     source_R: Tensor  # token * H + head of each row; padding repeats its sequence's last token
-    row_X: Tensor  # row of each token and head, X = T * H
     padding_P: Tensor  # rows that are padding
 
     @property
-    def num_chunks(self) -> int:
-        """M, the number of chunks of all sequences together."""
-        return sum(self.active)
+    def sizes(self) -> list[int]:
+        """Matrices in each of its steps: one for every sequence and head."""
+        return [count * self.heads for count in self.counts]
+
+    @property
+    def steps(self) -> slice:
+        """Its steps among those of all blocks."""
+        return slice(self.first_step, self.first_step + len(self.counts))
 
     def spread(self, x_THD: Tensor, *, zero: bool) -> Tensor:
-        """Put tokens into rows [M, H, chunk, D]; padding is zero, or any token of its sequence."""
+        """Put tokens into rows [X, chunk, D]; padding is zero, or any token of its sequence."""
         rows = x_THD.reshape(-1, x_THD.shape[2]).index_select(0, self.source_R)
         if zero and len(self.padding_P):
             rows.index_fill_(0, self.padding_P, 0)
-        return rows.view(self.num_chunks, self.heads, self.chunk, -1)
+        return rows.view(-1, self.chunk, x_THD.shape[2])
 
-    def collect(self, x_MHCD: Tensor) -> Tensor:
-        """Take tokens [T, H, D] back out of rows."""
-        return x_MHCD.view(-1, x_MHCD.shape[3]).index_select(0, self.row_X).view(-1, self.heads, x_MHCD.shape[3])
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Chunks of all sequences, ordered by chunk number and inside one number by falling sequence length.
+
+    So the chunks of one scan step lie together, and the sequences that go on are a prefix of those that were there.
+    """
+
+    blocks: tuple[Block, ...]
+    order_N: Tensor | None  # sequences by falling length; None if they already are
+    rank_N: Tensor | None  # the inverse of order_N
+    row_Y: Tensor  # row of each token and head, Y = T * H
+
+    @property
+    def sizes(self) -> list[int]:
+        """Matrices in each step of the whole scan."""
+        return [size for block in self.blocks for size in block.sizes]
+
+    def collect(self, blocks: list[Tensor]) -> Tensor:
+        """Take tokens [T, H, D] back out of the rows [X, chunk, D] of each block."""
+        rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        D = rows.shape[2]
+        return rows.reshape(-1, D).index_select(0, self.row_Y).view(-1, self.blocks[0].heads, D)
 
     def sort(self, x_N: Tensor) -> Tensor:
         """Sequences by falling length."""
@@ -50,33 +74,46 @@ class ChunkPlan:
 
 
 @lru_cache(maxsize=8)
-def chunk_plan(bounds: tuple[int, ...], chunk: int, heads: int, device: torch.device) -> ChunkPlan:
-    """Plan for sequences [bounds[n], bounds[n + 1]); remembered, because all layers of a step ask for the same one."""
+def chunk_plan(bounds: tuple[int, ...], chunk: int, heads: int, block_rows: int, device: torch.device) -> ChunkPlan:
+    """Plan for sequences [bounds[n], bounds[n + 1]) in blocks of up to `block_rows` rows, but at least one step.
+
+    Remembered, because all layers of a training step ask for the same one.
+    """
     start_N, length_N = torch.tensor(bounds)[:-1], torch.tensor(bounds).diff()
     chunks_N = (length_N + chunk - 1) // chunk
     order_N = torch.argsort(length_N, descending=True, stable=True)
     rank_N = torch.argsort(order_N)
     steps = torch.arange(int(chunks_N.max()) if len(length_N) else 0)
-    active = (chunks_N[None, :] > steps[:, None]).sum(1)
-    first = torch.cat([active.new_zeros(1), active.cumsum(0)])
+    counts = (chunks_N[None, :] > steps[:, None]).sum(1)
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     sequence_T = torch.repeat_interleave(torch.arange(len(length_N)), length_N)
     position_T = torch.arange(bounds[-1]) - start_N[sequence_T]
     slot_T = (first[position_T // chunk] + rank_N[sequence_T]) * chunk + position_T % chunk
-    token_R = torch.full((int(first[-1]) * chunk,), -1)
-    token_R[slot_T] = torch.arange(bounds[-1])
-    token_R = token_R.view(-1, 1, chunk).expand(-1, heads, -1)
-    padding_P = (token_R.flatten() < 0).nonzero()[:, 0]
-    # The tokens of a chunk come before its padding and in order, so the running maximum repeats the last one.
-    source_R = token_R.cummax(2).values * heads + torch.arange(heads)[:, None]
-    row_X = (slot_T // chunk * heads * chunk + slot_T % chunk)[:, None] + torch.arange(heads) * chunk
+    token_MC = torch.full((int(first[-1]) * chunk,), -1)
+    token_MC[slot_T] = torch.arange(bounds[-1])
+    row_Y = (slot_T // chunk * heads * chunk + slot_T % chunk)[:, None] + torch.arange(heads) * chunk
     in_order = torch.equal(order_N, torch.arange(len(order_N)))
-    return ChunkPlan(
-        chunk,
-        heads,
-        tuple(active.tolist()),
-        None if in_order else order_N.to(device),
-        None if in_order else rank_N.to(device),
-        source_R.flatten().to(device),
-        row_X.flatten().to(device),
-        padding_P.to(device),
-    )
+    blocks = []
+    for steps in _groups(counts.tolist(), block_rows // (chunk * heads)):
+        start, end = int(first[steps.start]), int(first[steps.stop])
+        token = token_MC.view(-1, 1, chunk)[start:end].expand(-1, heads, -1)
+        # The tokens of a chunk come before its padding and in order, so the running maximum repeats the last one.
+        source_R = (token.cummax(2).values * heads + torch.arange(heads)[:, None]).flatten()
+        padding_P = (token.flatten() < 0).nonzero()[:, 0]
+        sizes = tuple(counts[steps].tolist())
+        where = (steps.start, sizes)
+        blocks.append(Block(chunk, heads, *where, source_R.to(device), padding_P.to(device)))
+    order, rank = (None, None) if in_order else (order_N.to(device), rank_N.to(device))
+    return ChunkPlan(tuple(blocks), order, rank, row_Y.flatten().to(device))
+
+
+def _groups(counts: list[int], most: int) -> Iterator[slice]:
+    """Consecutive steps of together at most `most` chunks, but at least one step."""
+    start, size = 0, 0
+    for step, count in enumerate(counts):
+        if size and size + count > most:
+            yield slice(start, step)
+            start, size = step, 0
+        size += count
+    if size:
+        yield slice(start, len(counts))

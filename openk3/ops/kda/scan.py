@@ -9,104 +9,98 @@ from openk3.ops.kda.plan import ChunkPlan
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """What the scans need of each chunk and head (X = M * H, chunk-major)."""
+class Steps:
+    """States [matrices of the step, K, V] that enter and leave each step of the scan."""
 
-    plan: ChunkPlan
-    enter: Tensor  # [X, 2C, K] rows that read the state entering the chunk: for each tile its queries, then its keys
-    leave: Tensor  # [X, C, K] rows that write the state leaving the chunk
-    total: Tensor  # [X, K, 1] decay of the whole chunk
-    query: Tensor  # [X, C, C] scores of queries
-    inverse: Tensor  # [X, C, C] (I + scores of keys)^-1
+    entering: list[Tensor]
+    leaving: list[Tensor]
+
+    def part(self, steps: slice) -> "Steps":
+        """Some of the steps."""
+        return Steps(self.entering[steps], self.leaving[steps])
+
+
+def lay_out_states(plan: ChunkPlan, first: Tensor, keep: bool) -> tuple[Steps, Tensor]:
+    """Steps whose leaving states are yet to be filled in, and the memory behind the leaving ones.
+
+    first [N * H, K, V] enters, longest sequence first. With `keep` every step has its own memory; without, all steps
+    are rows of one buffer, where a sequence's state stays when it ends.
+    """
+    sizes = plan.sizes
+    if not keep:
+        buffer = first.clone()
+        rows = [buffer[:size] for size in sizes]
+        return Steps(rows, rows), buffer
+    memory = first.new_empty(sum(sizes), *first.shape[1:])
+    leaving = list(memory.split(sizes))
+    entering = [state[:size] for state, size in zip([first, *leaving], sizes)]
+    return Steps(entering, leaving), memory
+
+
+def final_states(plan: ChunkPlan, first: Tensor, steps: Steps) -> Tensor:
+    """State of each sequence after its last step, longest sequence first, where every step was kept."""
+    ended = [state[size:] for state, size in zip([first, *steps.leaving], [*plan.sizes, 0])]
+    return torch.cat(ended[::-1])
 
 
 @dataclass(frozen=True)
-class Past:
-    """What the forward scan leaves for the backward one."""
+class Chunks:
+    """What the scans need of each chunk and head of a block (X = chunks * H, step by step)."""
 
-    initial: Tensor  # [N, H, K, V] states before the first chunk
-    errors: Tensor  # [X, C, V] values corrected by what the state already knew, solved within the chunk
-    states: Tensor  # [X, K, V] after each chunk; only the last two steps' where no gradient was asked for
+    sizes: list[int]  # matrices of each step
+    read: Tensor  # [X, 2C, K] what the state entering adds to the errors, then to the outputs
+    leave: Tensor  # [X, C, K] rows that write the state leaving the chunk
+    total: Tensor  # [X, K, 1] decay of the whole chunk
 
 
-def scan_forward(
-    chunks: Chunks, values_MHCV: Tensor, state_NHKV: Tensor, *, tile: int, keep: bool
-) -> tuple[Tensor, Tensor, Past]:
-    """Run the chunks of all sequences side by side.
+def scan_forward(chunks: Chunks, solved: Tensor, states: Steps) -> Tensor:
+    """Walk a block's steps, all sequences side by side, and fill in the states that leave each.
 
-    Returns outputs [M, H, C, V], final states [N, H, K, V] and the Past; `keep` it for the backward scan.
+    solved [X, 2C, V] holds errors and outputs as if each chunk began with a state of zeros, and is completed in place:
+    errors are the values corrected by what the state already knew. Returns a copy of the errors [X, C, V].
     """
-    plan, (M, H, C, V), K = chunks.plan, values_MHCV.shape, state_NHKV.shape[2]
-    most = plan.active[0] * H
-    outputs = torch.empty_like(values_MHCV)
-    errors = values_MHCV.new_empty(M * H, C, V)
-    states = values_MHCV.new_empty(M * H if keep else 2 * most, K, V)
-    found = values_MHCV.new_empty(most, 2 * C, V)
-    local = values_MHCV.new_empty(most, C, V)
-    state = plan.sort(state_NHKV).reshape(-1, K, V)
-    finals = []
-    done = 0
-    for step, count in enumerate(plan.active):
-        n, tokens, here = count * H, slice(done, done + count), slice(done * H, (done + count) * H)
-        finals.append(state[n:].clone())
-        state, known, own = state[:n], found[:n], local[:n]
-        torch.bmm(chunks.enter[here], state, out=known)
-        known = known.view(count, H, -1, 2, tile, V)
-        torch.sub(
-            values_MHCV[tokens].view(count, H, -1, tile, V), known[:, :, :, 1], out=own.view(count, H, -1, tile, V)
-        )
-        error = torch.bmm(chunks.inverse[here], own, out=errors[here])
-        torch.bmm(chunks.query[here], error, out=own)
-        torch.add(own.view(count, H, -1, tile, V), known[:, :, :, 0], out=outputs[tokens].view(count, H, -1, tile, V))
-        slot = done * H if keep else (step % 2) * most
-        after = torch.mul(state, chunks.total[here], out=states[slot : slot + n])
-        state = after.baddbmm_(chunks.leave[here].mT, error)
-        done += count
-    finals.append(state)
-    final = plan.unsort(torch.cat(finals[::-1]).view(state_NHKV.shape))
-    return outputs, final, Past(state_NHKV, errors, states)
+    C = chunks.leave.shape[1]
+    errors = solved.new_empty(len(solved), C, solved.shape[2])
+    rows = (solved, solved[:, :C], errors, chunks.read, chunks.leave.mT, chunks.total)
+    parts = zip(states.entering, states.leaving, *(x.split(chunks.sizes) for x in rows))
+    for entering, leaving, both, first, error, read, leave, total in parts:
+        both.baddbmm_(read, entering)
+        error.copy_(first)
+        torch.mul(entering, total, out=leaving).baddbmm_(leave, error)
+    return errors
 
 
 @dataclass(frozen=True)
 class ScanGradients:
-    """Gradients that one backward scan yields."""
+    """Gradients that the backward scan of a block yields; that of the state is carried on in place."""
 
-    enter: Tensor  # [X, 2C, K]
+    read: Tensor  # [X, 2C, K]
     leave: Tensor  # [X, C, K]
+    solved: Tensor  # [X, 2C, V]
     carried: Tensor  # [X, K] of the log decay of the whole chunk, through the state leaving it
-    found: Tensor  # [X, 2C, V] of what the enter rows read: for each tile the outputs', then minus the values'
-    state: Tensor  # [N, H, K, V] of the initial state
 
 
-def scan_backward(chunks: Chunks, d_outputs: Tensor, d_final: Tensor, past: Past) -> ScanGradients:
-    """Walk the chunks backward in time; d_outputs [M, H, tiles, tile, V], d_final [N, H, K, V]."""
-    initial, errors, states = past.initial, past.errors, past.states
-    plan, (M, H, num_tiles, tile, V), K = chunks.plan, d_outputs.shape, initial.shape[2]
-    C = num_tiles * tile
-    found = errors.new_empty(M, H, num_tiles, 2, tile, V)
-    found[:, :, :, 0] = d_outputs
-    d_values, d_found = found[:, :, :, 1], found.view(-1, 2 * C, V)
-    d_errors = torch.bmm(chunks.query.mT, d_outputs.view(-1, C, V))
-    d_enter, d_leave = torch.empty_like(chunks.enter), torch.empty_like(chunks.leave)
-    carried = errors.new_empty(M * H, K)
-    first = plan.sort(initial).reshape(-1, K, V)
-    d_states = plan.sort(d_final).reshape(-1, K, V).clone()
-    solved = errors.new_empty(plan.active[0] * H, C, V)
-    product = errors.new_empty(plan.active[0] * H, K, V)
-    done = M
-    for step in range(len(plan.active) - 1, -1, -1):
-        count = plan.active[step]
-        done -= count
-        n, here = count * H, slice(done * H, (done + count) * H)
-        previous = (done - plan.active[step - 1]) * H
-        before = states[previous : previous + n] if step else first[:n]
-        d_state = d_states[:n]
-        torch.sum(torch.mul(d_state, states[here], out=product[:n]), -1, out=carried[here])
-        torch.bmm(errors[here], d_state.mT, out=d_leave[here])
-        d_error = d_errors[here].baddbmm_(chunks.leave[here], d_state)
-        torch.bmm(chunks.inverse[here].mT, d_error, out=solved[:n])
-        torch.neg(solved[:n].view(count, H, num_tiles, tile, V), out=d_values[done : done + count])
-        torch.bmm(d_found[here], before.mT, out=d_enter[here])
-        d_state.mul_(chunks.total[here]).baddbmm_(chunks.enter[here].mT, d_found[here])
-    d_initial = plan.unsort(d_states.view(initial.shape))
-    return ScanGradients(d_enter, d_leave, carried, d_found, d_initial)
+def scan_backward(chunks: Chunks, d_outputs: Tensor, errors: Tensor, states: Steps, d_state: Tensor) -> ScanGradients:
+    """Walk a block's steps backward in time; d_outputs [X, C, V], errors as `scan_forward` returned them.
+
+    d_state [N * H, K, V] is the gradient of the states leaving the block and becomes that of those entering it; a
+    sequence that ends inside finds its final state's gradient in its place.
+    """
+    (X, C, V), K = errors.shape, d_state.shape[1]
+    most = chunks.sizes[0]
+    d_solved = errors.new_empty(X, 2 * C, V)
+    d_solved[:, C:] = d_outputs
+    d_read, d_leave, carried = errors.new_empty(X, 2 * C, K), torch.empty_like(chunks.leave), errors.new_empty(X, K)
+    product, d_error = errors.new_empty(most, K, V), errors.new_empty(most, C, V)
+    rows = (errors, d_solved, d_solved[:, :C], d_read, d_leave, carried, chunks.read.mT, chunks.leave, chunks.total)
+    parts = zip(chunks.sizes, states.entering, states.leaving, *(x.split(chunks.sizes) for x in rows))
+    for n, entering, leaving, error, both, first, to_read, to_leave, to_carried, read, leave, total in reversed(
+        list(parts)
+    ):
+        d_leaving = d_state[:n]
+        torch.sum(torch.mul(d_leaving, leaving, out=product[:n]), -1, out=to_carried)
+        torch.bmm(error, d_leaving.mT, out=to_leave)
+        first.copy_(torch.bmm(leave, d_leaving, out=d_error[:n]))
+        torch.bmm(both, entering.mT, out=to_read)
+        d_leaving.mul_(total).baddbmm_(read, both)
+    return ScanGradients(d_read, d_leave, d_solved, carried)

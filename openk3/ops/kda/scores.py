@@ -19,7 +19,7 @@ _SOLVE = 16  # size of the triangles that are solved directly
 
 @dataclass(frozen=True)
 class Factors:
-    """exp of sums of log decay; all but `inner` are <= 1, and shaped [M, H, tiles, 1, 1, K] to multiply read rows."""
+    """exp of sums of log decay; all but `inner` are <= 1, and shaped [X, tiles, 1, 1, K] to multiply read rows."""
 
     inner: Tensor | None  # token against the middle of its tile; None for one-token tiles, where it is 1
     read: Tensor  # chunk start -> tile middle
@@ -55,26 +55,24 @@ def _spans_on(chunk: int, tile: int, dtype: torch.dtype, device: torch.device) -
     return _spans(chunk, tile).to(device, dtype)
 
 
-def decay_factors(g_MHCK: Tensor, tile: int) -> Factors:
-    """All decay factors of chunks of log decay g [M, H, C, K], by one matrix product and one exponential."""
-    M, H, C, K = g_MHCK.shape
-    spans_RC = _spans_on(C, tile, g_MHCK.dtype, g_MHCK.device)
-    sums_XRK = torch.bmm(spans_RC.expand(M * H, -1, -1), g_MHCK.view(M * H, C, K))
-    all_MHRK = sums_XRK.exp_().view(M, H, -1, K)
+def decay_factors(g_XCK: Tensor, tile: int) -> Factors:
+    """All decay factors of X chunks of log decay g [X, C, K], by one matrix product and one exponential."""
+    X, C, _ = g_XCK.shape
     num_tiles = C // tile
+    spans_RC = _spans_on(C, tile, g_XCK.dtype, g_XCK.device)
+    all_XRK = torch.bmm(spans_RC.expand(X, -1, -1), g_XCK).exp_()
     inner = None
     if tile > 1:
-        inner = all_MHRK[:, :, :C].unflatten(2, (num_tiles, tile))
-        all_MHRK = all_MHRK[:, :, C:]
-    parts = [part[:, :, :, None, None] for part in all_MHRK[:, :, :-1].split(num_tiles, 2)]
-    halves = {tile << level: part for level, part in enumerate(parts[2:])}
-    return Factors(inner, parts[0], parts[1], halves, all_MHRK[:, :, -1])
+        inner = all_XRK[:, :C].unflatten(1, (num_tiles, tile))
+        all_XRK = all_XRK[:, C:]
+    read, write, *halves = (part[:, :, None, None] for part in all_XRK[:, :-1].split(num_tiles, 1))
+    return Factors(inner, read, write, {tile << i: half for i, half in enumerate(halves)}, all_XRK[:, -1])
 
 
 def _half_blocks(x: Tensor, half: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Split the tile axis (2) of x into blocks of two halves: first halves and second halves, tile axis kept."""
-    blocks = x.unflatten(2, (-1, 2, half // tile))
-    return blocks[:, :, :, 0], blocks[:, :, :, 1]
+    """Split the tile axis (1) of x into blocks of two halves: first halves and second halves, tile axis kept."""
+    blocks = x.unflatten(1, (-1, 2, half // tile))
+    return blocks[:, :, 0], blocks[:, :, 1]
 
 
 def _cross_operands(reads: Tensor, writes: Tensor, factor: Tensor, half: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +80,7 @@ def _cross_operands(reads: Tensor, writes: Tensor, factor: Tensor, half: int) ->
     tile, K = reads.shape[-2:]
     write_factor, read_factor = _half_blocks(factor, half, tile)
     rows = _half_blocks(reads, half, tile)[1] * read_factor
-    columns = _half_blocks(writes, half, tile)[0] * write_factor[:, :, :, :, 0]
+    columns = _half_blocks(writes, half, tile)[0] * write_factor[:, :, :, 0]
     return rows.view(-1, 2 * half, K), columns.view(-1, half, K)
 
 
@@ -92,72 +90,72 @@ def _tile_mask(tile: int, like: Tensor) -> Tensor:
     return torch.stack([ones.tril(), ones.tril(-1)])
 
 
-def _diagonal_blocks(scores_MHCC: Tensor, size: int) -> Tensor:
-    """View of the square blocks on the diagonal: [M, H, C / size, size, size]."""
-    grid = scores_MHCC.unflatten(2, (-1, size)).unflatten(4, (-1, size))
-    return grid.diagonal(dim1=2, dim2=4).movedim(-1, 2)
+def _diagonal_blocks(x_XCC: Tensor, size: int) -> Tensor:
+    """View of the square blocks on the diagonal: [X, C / size, size, size]."""
+    grid = x_XCC.unflatten(1, (-1, size)).unflatten(3, (-1, size))
+    return grid.diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def score_forward(reads: Tensor, writes: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-    """Scores of queries (own token included) and of keys (earlier tokens only), each [M, H, C, C].
+    """Scores of queries (own token included) and of keys (earlier tokens only), each [X, C, C].
 
-    reads [M, H, tiles, 2, tile, K] holds each tile's queries, then its keys; writes [M, H, tiles, tile, K].
+    reads [X, tiles, 2, tile, K] holds each tile's queries, then its keys; writes [X, tiles, tile, K].
     """
-    M, H, num_tiles, _, tile, K = reads.shape
+    X, num_tiles, _, tile, K = reads.shape
     C = num_tiles * tile
-    query_MHCC, key_MHCC = reads.new_zeros(2, M, H, C, C)
-    inside = torch.bmm(reads.view(-1, 2 * tile, K), writes.view(-1, tile, K).mT).view(M, H, num_tiles, 2, tile, tile)
+    query_XCC, key_XCC = reads.new_zeros(2, X, C, C)
+    inside = torch.bmm(reads.view(-1, 2 * tile, K), writes.view(-1, tile, K).mT).view(X, num_tiles, 2, tile, tile)
     mask = _tile_mask(tile, reads)
-    torch.mul(inside[:, :, :, 0], mask[0], out=_diagonal_blocks(query_MHCC, tile))
-    torch.mul(inside[:, :, :, 1], mask[1], out=_diagonal_blocks(key_MHCC, tile))
+    torch.mul(inside[:, :, 0], mask[0], out=_diagonal_blocks(query_XCC, tile))
+    torch.mul(inside[:, :, 1], mask[1], out=_diagonal_blocks(key_XCC, tile))
     for half, factor in factors.halves.items():
         rows, columns = _cross_operands(reads, writes, factor, half)
-        across = torch.bmm(rows, columns.mT).view(M, H, -1, half // tile, 2, tile, half)
-        for part, target in enumerate((query_MHCC, key_MHCC)):
-            block = _diagonal_blocks(target, 2 * half)[:, :, :, half:, :half]
-            block.unflatten(3, (-1, tile)).copy_(across[:, :, :, :, part])
-    return query_MHCC, key_MHCC
+        across = torch.bmm(rows, columns.mT).view(X, -1, half // tile, 2, tile, half)
+        for part, target in enumerate((query_XCC, key_XCC)):
+            block = _diagonal_blocks(target, 2 * half)[:, :, half:, :half]
+            block.unflatten(2, (-1, tile)).copy_(across[:, :, :, part])
+    return query_XCC, key_XCC
 
 
 def score_backward(grad: Tensor, reads: Tensor, writes: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
-    """Gradients of reads and writes from that of the scores, grad [M, H, tiles, 2, tile, C] (unmasked)."""
-    M, H, num_tiles, _, tile, K = reads.shape
+    """Gradients of reads and writes from that of the scores, grad [X, tiles, 2, tile, C] (unmasked)."""
+    X, num_tiles, _, tile, K = reads.shape
     mask = _tile_mask(tile, reads)
-    inside = grad.new_empty(M, H, num_tiles, 2, tile, tile)
-    tiles = grad.unflatten(5, (num_tiles, tile)).diagonal(dim1=2, dim2=5).movedim(-1, 2)
+    inside = grad.new_empty(X, num_tiles, 2, tile, tile)
+    tiles = grad.unflatten(4, (num_tiles, tile)).diagonal(dim1=1, dim2=4).movedim(-1, 1)
     torch.mul(tiles, mask, out=inside)
     inside = inside.view(-1, 2 * tile, tile)
     d_reads = torch.bmm(inside, writes.view(-1, tile, K)).view_as(reads)
     d_writes = torch.bmm(inside.mT, reads.view(-1, 2 * tile, K)).view_as(writes)
     for half, factor in factors.halves.items():
         rows, columns = _cross_operands(reads, writes, factor, half)
-        grid = grad.unflatten(5, (-1, 2, half))[..., 0, :].unflatten(2, (-1, 2, half // tile))[:, :, :, 1]
-        across = grid.diagonal(dim1=2, dim2=6).movedim(-1, 2).reshape(-1, 2 * half, half)
+        grid = grad.unflatten(4, (-1, 2, half))[..., 0, :].unflatten(1, (-1, 2, half // tile))[:, :, 1]
+        across = grid.diagonal(dim1=1, dim2=5).movedim(-1, 1).reshape(-1, 2 * half, half)
         write_factor, read_factor = _half_blocks(factor, half, tile)
         target = _half_blocks(d_reads, half, tile)[1]
         target.addcmul_(torch.bmm(across, columns).view(target.shape), read_factor)
         target = _half_blocks(d_writes, half, tile)[0]
-        target.addcmul_(torch.bmm(across.mT, rows).view(target.shape), write_factor[:, :, :, :, 0])
+        target.addcmul_(torch.bmm(across.mT, rows).view(target.shape), write_factor[:, :, :, 0])
     return d_reads, d_writes
 
 
-def unit_lower_inverse(lower_BCC: Tensor) -> Tensor:
+def unit_lower_inverse(lower_XCC: Tensor) -> Tensor:
     """(I + lower)^-1 by substitution; only the part strictly below the diagonal is read. C is 16 times a power of 2.
 
     Triangles of 16 are solved directly, then merged: the corner of [[A, 0], [B, D]]^-1 is -D^-1 B A^-1. No powers:
     for nearly equal keys they grow like binomials and cancel.
     """
-    B, C, _ = lower_BCC.shape
-    eye = torch.eye(_SOLVE, dtype=lower_BCC.dtype, device=lower_BCC.device)
-    inverse = torch.zeros_like(lower_BCC)
-    tiles = _diagonal_blocks(lower_BCC[:, None], _SOLVE)
+    C = lower_XCC.shape[1]
+    eye = torch.eye(_SOLVE, dtype=lower_XCC.dtype, device=lower_XCC.device)
+    inverse = torch.zeros_like(lower_XCC)
+    tiles = _diagonal_blocks(lower_XCC, _SOLVE)
     solved = torch.linalg.solve_triangular(tiles, eye, upper=False, unitriangular=True)
-    _diagonal_blocks(inverse[:, None], _SOLVE).copy_(solved)
+    _diagonal_blocks(inverse, _SOLVE).copy_(solved)
     half = _SOLVE
     while half < C:
         for start in range(0, C, 2 * half):
             first, second = slice(start, start + half), slice(start + half, start + 2 * half)
-            corner = torch.bmm(inverse[:, second, second], lower_BCC[:, second, first])
+            corner = torch.bmm(inverse[:, second, second], lower_XCC[:, second, first])
             inverse[:, second, first] = torch.bmm(corner, inverse[:, first, first]).neg_()
         half *= 2
     return inverse

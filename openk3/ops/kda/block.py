@@ -1,0 +1,120 @@
+"""A few steps of chunkwise Kimi Delta Attention, forward and backward: small enough to stay in a processor's cache."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openk3.ops.kda.plan import Block
+from openk3.ops.kda.scan import Chunks, Steps, scan_backward, scan_forward
+from openk3.ops.kda.scores import Factors, decay_factors, score_backward, score_forward, unit_lower_inverse
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the forward pass of a block leaves for the backward pass; rows [X, C, ...] and [X, tiles, ..., tile, K]."""
+
+    factors: Factors
+    k: Tensor
+    beta: Tensor
+    reads: Tensor
+    writes: Tensor
+    solve: Tensor
+    chunks: Chunks
+    errors: Tensor
+
+
+def block_forward(block: Block, tokens: list[Tensor], states: Steps, tile: int) -> tuple[Tensor, Kept]:
+    """Outputs [X, C, V] of the block and what its backward pass needs; fills in the states that leave each step.
+
+    tokens: q (scaled), k (normalised) and log decay [T, H, K], v [T, H, V], beta [T, H], in the order q, k, v, g, beta.
+    """
+    q, k, v, g, beta = tokens
+    factors = decay_factors(block.spread(g, zero=True), tile)
+    k, beta = block.spread(k, zero=False), block.spread(beta[:, :, None], zero=True)
+    reads, writes = _token_rows(block.spread(q, zero=False), k, beta, factors, tile)
+    query, key = score_forward(reads, writes, factors)
+    inverse = unit_lower_inverse(key)
+    solve = torch.cat([inverse, torch.bmm(query, inverse)], 1)
+    solved = torch.bmm(solve, block.spread(v, zero=False))
+    chunks = _chunks(block, reads, writes, factors, solve)
+    errors = scan_forward(chunks, solved, states)
+    return solved[:, block.chunk :], Kept(factors, k, beta, reads, writes, solve, chunks, errors)
+
+
+def block_backward(block: Block, kept: Kept, d_o: Tensor, states: Steps, d_state: Tensor) -> tuple[Tensor, ...]:
+    """Gradients [X, C, ...] of q, k, v, g and beta of the block, from that of the outputs of all tokens [T, H, V].
+
+    d_state [N * H, K, V], that of the states leaving the block, becomes that of the states entering it.
+    """
+    factors, reads, writes, C = kept.factors, kept.reads, kept.writes, block.chunk
+    d_outputs = block.spread(d_o, zero=True)
+    scan = scan_backward(kept.chunks, d_outputs, kept.errors, states, d_state)
+    d_values = torch.bmm(kept.solve.mT, scan.solved)
+    d_scores = reads.new_empty(*reads.shape[:4], C)
+    d_scores[:, :, 0] = torch.bmm(d_outputs, kept.errors.mT).view_as(d_scores[:, :, 0])
+    torch.neg(torch.bmm(d_values, kept.errors.mT).view_as(d_scores[:, :, 1]), out=d_scores[:, :, 1])
+    d_reads, d_writes = score_backward(d_scores, reads, writes, factors)
+    read = factors.read[:, :, 0]
+    d_reads[:, :, 0].addcmul_(scan.read[:, C:].view_as(writes), read)
+    d_reads[:, :, 1].addcmul_(torch.bmm(kept.solve.mT, scan.read).view_as(writes), read, value=-1)
+    d_writes.addcmul_(scan.leave.view_as(d_writes), factors.write[:, :, 0])
+    d_g = _decay_gradient(reads, writes, d_reads, d_writes, scan.carried)
+    d_q, d_k, d_beta = _token_gradients(d_reads, d_writes, factors, kept.k, kept.beta)
+    return d_q, d_k, d_values, d_g, d_beta
+
+
+def _token_rows(q: Tensor, k: Tensor, beta: Tensor, factors: Factors, tile: int) -> tuple[Tensor, Tensor]:
+    """Rows that read (q and k of each tile) and write (beta * k), relative to the middle of their tile."""
+    q, k, beta = (x.unflatten(1, (-1, tile)) for x in (q, k, beta))
+    X, num_tiles, _, K = q.shape
+    reads = q.new_empty(X, num_tiles, 2, tile, K)
+    writes = k * beta
+    if factors.inner is None:
+        reads[:, :, 0] = q
+        reads[:, :, 1] = k
+    else:
+        torch.mul(q, factors.inner, out=reads[:, :, 0])
+        torch.mul(k, factors.inner, out=reads[:, :, 1])
+        writes.div_(factors.inner)
+    return reads, writes
+
+
+def _chunks(block: Block, reads: Tensor, writes: Tensor, factors: Factors, solve: Tensor) -> Chunks:
+    """Rows that read the state entering each chunk and write the one leaving it, and the decay between the two.
+
+    Before a key's row reads, the errors are solve @ values; what the state knows of the values reduces them by
+    solve @ keys, and an output adds its query's own reading.
+    """
+    X, K, C = len(reads), reads.shape[-1], block.chunk
+    keys = (reads[:, :, 1] * factors.read[:, :, 0]).view(X, C, K)
+    read = reads.new_zeros(X, 2, *writes.shape[1:])
+    torch.mul(reads[:, :, 0], factors.read[:, :, 0], out=read[:, 1])
+    read = read.view(X, 2 * C, K).baddbmm_(solve, keys, alpha=-1)
+    leave = (writes * factors.write[:, :, 0]).view(X, C, K)
+    return Chunks(block.sizes, read, leave, factors.total[..., None])
+
+
+def _decay_gradient(reads: Tensor, writes: Tensor, d_reads: Tensor, d_writes: Tensor, carried: Tensor) -> Tensor:
+    """Gradient of the log decay [X, C, K].
+
+    Every row carries exp(+-G), so G's gradient is row times gradient, with a minus for writes; the state that leaves
+    adds its own at the chunk's end. g_t is part of every later G: sum backward inside the chunk.
+    """
+    d_sums = reads[:, :, 0] * d_reads[:, :, 0]
+    d_sums.addcmul_(reads[:, :, 1], d_reads[:, :, 1]).addcmul_(writes, d_writes, value=-1)
+    d_sums = d_sums.flatten(1, 2)
+    X, C, _ = d_sums.shape
+    later = torch.ones(C, C, dtype=writes.dtype, device=writes.device).triu()
+    return torch.baddbmm(carried[:, None], later.expand(X, -1, -1), d_sums)
+
+
+def _token_gradients(
+    d_reads: Tensor, d_writes: Tensor, factors: Factors, k: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and beta [X, C, ...] from those of the token rows, which are used up."""
+    d_q, d_k, d_w = d_reads[:, :, 0], d_reads[:, :, 1], d_writes
+    if factors.inner is not None:
+        d_q, d_k, d_w = d_q * factors.inner, d_k * factors.inner, d_w.div_(factors.inner)
+    d_q, d_k, d_w = (x.flatten(1, 2) for x in (d_q, d_k, d_w))
+    return d_q, torch.addcmul(d_k, d_w, beta), d_w.mul_(k).sum(-1, keepdim=True)
