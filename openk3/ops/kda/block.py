@@ -1,4 +1,4 @@
-"""A few steps of chunkwise Kimi Delta Attention, forward and backward: small enough to stay in a processor's cache."""
+"""A few steps of chunkwise Kimi Delta Attention, forward and backward: all that a pass holds of them at a time."""
 
 from dataclasses import dataclass
 

@@ -15,7 +15,7 @@ from openk3.ops.norm import at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
 
 _CHUNK, _SHORT_CHUNK = 32, 16
-_BLOCK_VALUES = 2**18  # of one tensor in a block: about twenty such tensors are in use at once
+_BLOCK_VALUES = 2**20  # of one tensor in a block: about twenty such tensors are in use at once
 
 
 def chunk_kda(
