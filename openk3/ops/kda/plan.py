@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """A few consecutive steps of the scan: everything but the state is computed block by block, to bound the memory in use.
+    """A few consecutive steps of the scan: everything but the state is computed block by block, to bound the memory.
 
     Its rows are the slots of X matrices of `chunk` tokens, one for each chunk and head; slots behind a sequence's last
     token are padding.
