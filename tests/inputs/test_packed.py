@@ -210,6 +210,12 @@ def test_expanded_right_padding_stays_right():
     assert grown.to_padded(grown.token_ids_T).tolist() == [[1, 0, 0, 0, 0, 0], [2, 9, 9, 9, 9, 3]]
 
 
+def test_a_full_row_of_a_right_padded_batch_stays_left():
+    packed = Packed.from_padded([[1, 2, 3], [MEDIA, 0, 0]], [[1, 1, 1], [1, 0, 0]], images=[image(1, 4, 4)])
+    grown = packed.expand(MEDIA)
+    assert grown.to_padded(grown.token_ids_T).tolist() == [[1, 2, 3, 0], [9, 9, 9, 9]]
+
+
 def test_joined_batches_pad_right():
     packed = Packed.join([[1], [2, 3, 4], []])
     assert packed.to_padded(packed.token_ids_T, fill=-1).tolist() == [[1, -1, -1], [2, 3, 4], [-1, -1, -1]]

@@ -51,7 +51,7 @@ def test_two_phases_equal_one(layers: int, block: int, tokens: int) -> None:
         close(got, want, 1e-13)
 
 
-@pytest.mark.parametrize("budget", [1, 16, 70, 1 << 20])
+@pytest.mark.parametrize("budget", [1, 16, 70, 96, 1 << 20])
 def test_two_phases_within_a_memory_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few reads fit into phase one at once, the result is the same."""
     reads, x_TD = queries(15), torch.randn(2, 8, dtype=torch.float64)

@@ -108,6 +108,17 @@ def test_few_tokens(tokens: int) -> None:
         close(y_TD, by_loop(moe, x_TD))
 
 
+@pytest.mark.parametrize("busiest", [8, 9, 40])
+def test_padding_of_experts_is_bounded(busiest: int) -> None:
+    """Rows that experts compute: at most a quarter more than the tokens need, none more when they are uneven."""
+    moe, ids = layer(), [expert for expert in range(8) for _ in range(busiest if expert == 3 else 8)]
+    expert_ids_Tk = torch.tensor(ids + ids[: len(ids) % 2]).view(-1, 2)
+    z_MC, counts_E, _ = moe.exchange.dispatch(torch.zeros(len(expert_ids_Tk), 24), expert_ids_Tk, 8)
+    needed = expert_ids_Tk.numel()
+    assert len(z_MC) == int(counts_E.sum()) and needed <= len(z_MC) <= 1.25 * needed
+    assert (len(z_MC) == needed) == (busiest != 9)
+
+
 def test_bias_moves_the_choice_and_not_the_weights() -> None:
     """The balancing bias has no path into values or gradients."""
     moe, recorder = layer(), Recorder()

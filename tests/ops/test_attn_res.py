@@ -146,6 +146,20 @@ def test_two_phases_equal_one(num_blocks: int, num_queries: int, tokens: int, sp
         torch.testing.assert_close(merged_TD, whole_TD, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(300.0, 1.0), (1.0, 300.0), (300.0, 300.0), (-300.0, -300.0)], ids=str)
+def test_two_phases_with_scores_beyond_the_range_of_exp(sizes: tuple[float, float]) -> None:
+    """float32 scores of hundreds, in the blocks, in the running sum, in both, or far below zero: the same softmax."""
+    vector_D = torch.ones(8)
+    blocks = [random(5, 8, seed=i, dtype=torch.float32) + sizes[0] * (i + 1) for i in range(2)]
+    partial_TD = random(5, 8, seed=7, dtype=torch.float32) + sizes[1]
+    for scale in (1.0, 100.0):
+        one = inter_block(blocks, scale * vector_D.unsqueeze(0), EPS)
+        merged_TD = merge_partial(*(x[0] for x in one), partial_TD, vector_D=scale * vector_D, eps=EPS)
+        whole_TD, _ = mix_depth([*blocks, partial_TD], scale * vector_D, torch.ones(8), EPS)
+        assert merged_TD.isfinite().all()
+        torch.testing.assert_close(merged_TD, whole_TD, rtol=1e-3, atol=1e-3)
+
+
 def test_two_phases_in_bfloat16() -> None:
     """Phase one stays in float32; phase two ends in the model's dtype."""
     blocks = [random(5, 16, seed=i, dtype=torch.bfloat16) for i in range(3)]

@@ -119,6 +119,14 @@ def test_gate_gradient(bound: float | None) -> None:
     assert torch.equal(kda_gate(logit.view(2, 2, 2, 3), KdaGate(A_log, dt_bias, bound)).view_as(flat), flat)
 
 
+def test_unbounded_gate_is_exact_where_softplus_turns_linear() -> None:
+    """-exp(A_log) * log(1 + exp(z)) to float64 accuracy on both sides of where a shortcut would set in."""
+    logit = torch.linspace(-40, 60, 101, dtype=torch.float64).view(1, 1, -1)
+    gate = KdaGate(torch.tensor([0.3], dtype=torch.float64), torch.zeros(1, 101, dtype=torch.float64), None)
+    want = -math.exp(0.3) * (logit.clamp_min(0) + torch.log1p(torch.exp(-logit.abs())))
+    torch.testing.assert_close(kda_gate(logit, gate), want, rtol=1e-14, atol=0)
+
+
 def test_gate_saturates_without_nan() -> None:
     """Far out on both sides the gate is the bound or zero, and its gradient zero."""
     logit = torch.tensor([-1e30, -1e4, 1e4, 1e30]).view(1, 1, 4).requires_grad_()

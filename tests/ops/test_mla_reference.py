@@ -114,6 +114,25 @@ def test_memory_grows_with_length_not_its_square(monkeypatch: pytest.MonkeyPatch
     assert watch.largest <= max(1 << 14, 1500 * H * K)
 
 
+def test_what_is_kept_for_the_backward_pass_grows_with_length_too() -> None:
+    """Probabilities of short sequences are kept, those of long ones computed again: no T^2 between the passes."""
+    for length, kept in ((100, 100 * 100 * H), (2600, 0)):
+        tensors = inputs(length, length, torch.float32)
+        o_THV = mla_attention(*tensors, boundaries([length]), scale=SCALE)
+        assert o_THV.grad_fn is not None
+        saved = sum(x.numel() for x in o_THV.grad_fn.saved_tensors)
+        assert saved == sum(x.numel() for x in (*tensors, o_THV)) + kept
+
+
+def test_absorbed_scores_exist_for_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tokens continue a long sequence, no intermediate passes the limit."""
+    monkeypatch.setattr(reference, "_TILE_VALUES", 4 * H * 600)
+    q_latent, q_shared = random(100, H, 6), random(100, H, 2)
+    with Watch() as watch:
+        absorbed_attention(q_latent, q_shared, [random(600, 8)], boundaries([100]), scale=SCALE)
+    assert watch.largest <= 4 * H * 600
+
+
 def test_short_sequences_share_tiles_of_bounded_size() -> None:
     """100 sequences of 15 tokens: a dozen tiles, each no larger than one of a long sequence."""
     tensors, cu = inputs(1500, 1500), boundaries([15] * 100)
