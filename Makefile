@@ -46,7 +46,7 @@ format: setup ## rewrite files in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-tree: setup ## write the generated tree into README.md
+tree: setup ## write the tree and the tables of results into README.md
 	$(BIN)/python tests/readme_tree.py
 
 bench: setup ## measure the CPU ratios

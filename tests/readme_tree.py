@@ -1,15 +1,16 @@
-"""The tree in README.md, made from the first line of every module's docstring; run as a program it writes the tree."""
+"""The parts of README.md that are made, not written: the tree from docstrings, tables of results from measurements."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-BEGIN, END = "<!-- tree: written by `make tree` -->\n```text\n", "```\n<!-- end of tree -->"
+RESULTS = ROOT / "benchmarks" / "results"
 # Rows as in the layer contract, from the top down; a folder that is not named here fails the test.
 FOLDERS = ("commands", "recipes", "evals", "train", "optim", "data", "model", "ops", "inputs", "runtime", "config")
 
@@ -20,18 +21,18 @@ def purpose(path: Path) -> str:
     return doc.partition("\n")[0].removesuffix(".")
 
 
-def tree(package: Path) -> str:
+def tree(package: Path = ROOT / "openk3") -> str:
     """One line per module, folders in the order of the layers."""
     found = {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
     if found != set(FOLDERS):
         raise SystemExit(f"readme_tree.py: FOLDERS and the package differ in {sorted(found ^ set(FOLDERS))}")
-    lines = ["openk3/"]
+    lines = ["```text", "openk3/"]
     lines += [entry(path, package) for path in sorted(package.glob("*.py")) if path.name != "__init__.py"]
     for folder in FOLDERS:
         lines += ["", f"{folder}/"]
         files = sorted((package / folder).rglob("*.py"), key=lambda path: (len(path.parts), path))
         lines += [entry(path, package / folder) for path in files if path.name != "__init__.py"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "```", ""])
 
 
 def entry(path: Path, parent: Path) -> str:
@@ -39,17 +40,42 @@ def entry(path: Path, parent: Path) -> str:
     return f"  {path.relative_to(parent).as_posix():<22} {purpose(path)}"
 
 
-def with_tree(readme: str, text: str) -> str:
-    """README's text with its tree replaced."""
-    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+def quickstart() -> str:
+    """What the longest measured quickstart reached, beside what it aimed at."""
+    data = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
+    run = max(data["runs"], key=lambda run: run["minutes"])
+    facts = run["facts"]
+    lines = [
+        f"`openk3 quickstart --minutes {run['minutes']}` on {data['hardware']}: {facts['parameters']} parameters,",
+        f"{facts['training tokens']} training tokens, {facts['tokens per second']} a second.",
+        *("", "| | reached | aimed at |", "|---|---|---|"),
+        *(f"| {row['name']} | {row['value']} | {row['target']} |" for row in run["targets"]),
+    ]
+    return "\n".join([*lines, ""])
+
+
+SECTIONS = {"tree": tree, "quickstart": quickstart}
+
+
+def filled(readme: str) -> str:
+    """README's text with every made part made anew."""
+    for name, make in SECTIONS.items():
+        readme = replaced(readme, name, make())
+    return readme
+
+
+def replaced(readme: str, name: str, text: str) -> str:
+    """README's text with the part between the marks of `name` replaced."""
+    begin, end = f"<!-- {name}: written by `make tree` -->\n", f"<!-- end of {name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(readme)) != 1:
-        raise SystemExit(f"README.md: the marks around the tree are missing: {BEGIN!r} ... {END!r}")
-    return pattern.sub(lambda _: BEGIN + text + END, readme)
+        raise SystemExit(f"README.md: the marks are missing: {begin!r} ... {end!r}")
+    return pattern.sub(lambda _: begin + text + end, readme)
 
 
 def main() -> None:
-    """Write the tree into README.md."""
-    README.write_text(with_tree(README.read_text(encoding="utf-8"), tree(ROOT / "openk3")), encoding="utf-8")
+    """Write the made parts into README.md."""
+    README.write_text(filled(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from readme_tree import README, ROOT, tree, with_tree
+from readme_tree import README, ROOT, filled, replaced
 
 from openk3 import recipes
 from openk3.commands.flags import Quickstart
 from openk3.model.accounting import account
 
 TEXT = README.read_text(encoding="utf-8")
-PROSE = with_tree(TEXT, "")
+PROSE = replaced(TEXT, "tree", "")
 # Commands of the README that run here in a smaller form; all others run as they stand.
 TINY = {
     "make demo": "openk3 quickstart --minutes 0.5",
@@ -83,9 +83,9 @@ def test_make_targets_of_the_page_exist() -> None:
         assert wanted in listed.stdout
 
 
-def test_tree_is_made_from_the_docstrings() -> None:
+def test_tree_and_results_are_made_from_docstrings_and_measurements() -> None:
     """`make tree` would change nothing."""
-    assert with_tree(TEXT, tree(ROOT / "openk3")) == TEXT
+    assert filled(TEXT) == TEXT
 
 
 def test_figures_are_computed_ones() -> None:
