@@ -1,4 +1,4 @@
-# openk3: set-up, demo, tests and checks. Override PYTHON, VENV or TORCH on the command line.
+# openk3: set-up, demo, tests and checks. Override PYTHON, VENV, TORCH or MINUTES on the command line.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Another release in the supported range may be named here, with pip options behind it (an index of CPU builds, say).
 TORCH ?= $(shell grep '^torch==' constraints.txt)
+# Time of `make demo`, in minutes.
+MINUTES ?= 8
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # A candidate must run, be 3.11 or 3.12, and be able to create an environment with pip.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
@@ -29,8 +31,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
 	@touch $@
 
-demo: setup ## train a small K3 on this machine (8 minutes)
-	$(BIN)/openk3 quickstart
+demo: setup ## train a small K3 on this machine (8 minutes, or MINUTES=)
+	$(BIN)/openk3 quickstart --minutes $(MINUTES)
 
 test: setup ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
