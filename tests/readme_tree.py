@@ -54,7 +54,21 @@ def quickstart() -> str:
     return "\n".join([*lines, ""])
 
 
-SECTIONS = {"tree": tree, "quickstart": quickstart}
+def speed() -> str:
+    """Ratios of times, forward and backward, from the last committed run of the benchmark."""
+    data = json.loads((RESULTS / "cpu.json").read_text(encoding="utf-8"))
+    sizes = {"kda": "KDA, 2,048 tokens, 8 heads of 128", "model": "text model, width 256, 9 layers, 4 x 512 tokens"}
+    first = data["kda"]
+    lines = [f"`benchmarks/cpu.py` on {first['cpu']}, {first['threads']} threads, minimum of five rounds:", ""]
+    lines += ["| forward and backward | times as fast | aimed at |", "|---|---|---|"]
+    for part, size in sizes.items():
+        for names, row in data[part]["ratios"].items():
+            slow, fast = names.split(" / ")
+            lines.append(f"| {size}: {fast} against {slow} | {row['ratio']:.1f} | {row['target']:g} |")
+    return "\n".join([*lines, ""])
+
+
+SECTIONS = {"tree": tree, "quickstart": quickstart, "speed": speed}
 
 
 def filled(readme: str) -> str:
