@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openk3.config.json_file import JsonError, read_json
+
 
 class ConfigError(ValueError):
     """A configuration cannot describe a model; the message names the field and what to do."""
@@ -142,11 +144,11 @@ class ModelConfig:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; expected a K3 config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not valid JSON ({error})") from None
+        except JsonError as error:
+            raise ConfigError(str(error)) from None
         try:
             return cls.from_dict(data)
         except ConfigError as error:
@@ -280,7 +282,7 @@ def _coerce(value: Any, kind: str, where: str) -> Any:
             raise ConfigError(f"{where}: expected a list of integers, got {value!r}")
         return tuple(value)
     if kind.startswith("float") and type(value) in (int, float):
-        return float(value)
+        return math.inf if abs(value) > _MOST_OF_ANY else float(value)  # refused by its field's check
     wanted = {"int": int, "bool": bool, "str": str}.get(kind)
     if wanted is None or type(value) is not wanted:
         raise ConfigError(f"{where}: expected {kind}, got {value!r}")
@@ -300,6 +302,8 @@ def _check(config: ModelConfig) -> None:
             least = 0 if spec.name in _MAY_BE_ZERO else 1
             if spec.type == "int":
                 _require(value >= least, f"{where}: must be at least {least}, got {value}")
+                most = _MOST.get(spec.name, _MOST_OF_ANY)
+                _require(value <= most, f"{where}: must be at most {most}, got {str(value)[:40]}")
             elif spec.type.startswith("float") and value is not None and spec.name != "gate_lower_bound":
                 fits = math.isfinite(value) and value >= 0 and (value > 0 or not least)
                 _require(fits, f"{where}: must be a positive number, got {value}")
@@ -345,6 +349,9 @@ _MAY_BE_ZERO = {
     "qk_rope_head_dim",
     "initializer_range",
 }
+# Far beyond any model; counting up to them takes neither long nor much memory.
+_MOST = {"num_hidden_layers": 4096, "vt_num_hidden_layers": 4096, "num_experts": 65536}
+_MOST_OF_ANY = 2**48
 
 
 def _check_vision(vision: VisionConfig, text: TextConfig) -> None:

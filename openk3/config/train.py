@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openk3.config.json_file import JsonError, read_json
 from openk3.config.model import ConfigError, ModelConfig
+
+SEEDS = range(-(2**63), 2**64)  # what torch's generators take
+MOST_TOKENS = 2**31 - 1  # of one batch: token offsets are 32-bit integers
+_MOST = 2**48  # of any other whole number
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,9 @@ class DataConfig:
     micro_batch_tokens: int = 8192  # tokens of one forward and backward pass
 
     def __post_init__(self) -> None:
-        _require(
-            not self.weights or len(self.weights) == len(self.paths),
+        _check_numbers(self, "data.")
+        _require(  # without paths the weights are those of sources or paths that come later
+            not self.weights or not self.paths or len(self.weights) == len(self.paths),
             f"data.weights: {len(self.weights)} weights for {len(self.paths)} paths; give one per path, or none",
         )
         _require(all(w > 0 for w in self.weights), "data.weights: every weight must be positive")
@@ -36,9 +43,10 @@ class DataConfig:
         total = sum(fraction for fraction, _ in self.stages)
         _require(abs(total - 1) < 1e-6, f"data.stages: the fractions must add up to 1, got {total:g}")
         _require(
-            all(fraction > 0 and length >= 2 for fraction, length in self.stages),
-            "data.stages: fractions must be positive and lengths at least 2",
+            all(fraction > 0 and 2 <= length <= MOST_TOKENS for fraction, length in self.stages),
+            f"data.stages: fractions must be positive and lengths lie in 2..{MOST_TOKENS}",
         )
+        _require(self.batch_tokens <= MOST_TOKENS, f"data.batch_tokens: must be at most {MOST_TOKENS}")
         _require(self.micro_batch_tokens >= 2, "data.micro_batch_tokens: must be at least 2")
         _require(
             self.batch_tokens >= self.micro_batch_tokens,
@@ -76,6 +84,7 @@ class OptimConfig:
     qk_clip_tau: float = 100.0  # largest attention logit that QK-Clip leaves alone; 0 turns it off
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "optim.")
         _require(self.lr > 0, f"optim.lr: must be positive, got {self.lr}")
         _require(0 <= self.min_lr <= self.lr, f"optim.min_lr: must lie in 0..lr ({self.lr}), got {self.min_lr}")
         _require(self.schedule in ("cosine", "wsd"), f"optim.schedule: 'cosine' or 'wsd', got {self.schedule!r}")
@@ -97,6 +106,7 @@ class BalanceConfig:
     ema: float = 0.0  # share of the earlier bias that an update keeps at most, against noise; 0: each step stands alone
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "balance.")
         _require(self.method in ("histogram", "exact"), f"balance.method: 'histogram' or 'exact', got {self.method!r}")
         _require(self.bins >= 1, "balance.bins: must be at least 1")
         _require(0 <= self.ema < 1, f"balance.ema: must lie in [0, 1), got {self.ema}")
@@ -111,6 +121,7 @@ class CheckpointConfig:
     experts: str = "bf16"  # routed experts in the exported model: "bf16", "float32" or "mxfp4"
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "checkpoint.")
         _require(self.every >= 0, "checkpoint.every: must not be negative")
         _require(self.keep >= 1, "checkpoint.keep: must be at least 1")
         _require(
@@ -127,6 +138,7 @@ class ValidationConfig:
     max_tokens: int = 65536  # held-out tokens used each time, the same ones always
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "validation.")
         _require(self.every >= 0, "validation.every: must not be negative")
         _require(self.max_tokens >= 2, "validation.max_tokens: must be at least 2")
 
@@ -151,8 +163,10 @@ class PretrainConfig:
     dtype: str = "auto"  # "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float64"
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "")
         _require(self.steps >= 1, f"steps: must be at least 1, got {self.steps}")
         _require(self.minutes >= 0, f"minutes: must not be negative, got {self.minutes}")
+        _require(self.seed in SEEDS, f"seed: must lie in {SEEDS.start}..{SEEDS.stop - 1}, got {self.seed}")
         _require(self.workers >= 1, f"workers: must be at least 1, got {self.workers}")
         _require(self.mtp_loss_weight >= 0, "mtp_loss_weight: must not be negative")
         _require(
@@ -184,11 +198,11 @@ class PretrainConfig:
         path = Path(path)
         path = path / "run.json" if path.is_dir() else path
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_dict(read_json(path))
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; expected the run.json of a training run") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: not valid JSON ({error})") from None
+        except JsonError as error:
+            raise ConfigError(str(error)) from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -196,6 +210,17 @@ class PretrainConfig:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _check_numbers(section: Any, prefix: str) -> None:
+    """No infinity and no NaN anywhere, and no whole number beyond what any machine can count."""
+    for spec in dataclasses.fields(section):
+        value = getattr(section, spec.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                _require(math.isfinite(number), f"{prefix}{spec.name}: must be a finite number, got {number}")
+            elif isinstance(number, int) and spec.name != "seed":
+                _require(number <= _MOST, f"{prefix}{spec.name}: must be at most {_MOST}, got {str(number)[:40]}")
 
 
 def _build(cls: type, data: Any, where: str, **given: Any) -> Any:
@@ -220,7 +245,7 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
         kinds = [items[0]] * len(value) if items[-1] is ... else list(items)
         return tuple(_coerce(item, item_kind, where) for item, item_kind in zip(value, kinds, strict=True))
     if kind is float and type(value) in (int, float):
-        return float(value)
+        return math.inf if abs(value) > _MOST else float(value)  # refused as such by its field's check
     if type(value) is not kind:
         raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
     return value

@@ -139,6 +139,11 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("vision", "video_attention", "none", "video_attention: 'joint' or 'factorised'"),
     ("vision", "pos_emb_type", "rope", "vision_config.pos_emb_type: 'rope' is not K3"),
     ("vision", "projector_ln_eps", 0.0, "projector_ln_eps: must be a positive number"),
+    ("text", "rms_norm_eps", 10**400, "rms_norm_eps: must be a positive number"),
+    ("text", "num_hidden_layers", 10**9, "num_hidden_layers: must be at most 4096"),
+    ("text", "num_experts", 10**9, "num_experts: must be at most 65536"),
+    ("vision", "vt_num_hidden_layers", 10**9, "vt_num_hidden_layers: must be at most 4096"),
+    ("text", "vocab_size", 10**400, "vocab_size: must be at most"),
 ]
 
 
@@ -172,6 +177,7 @@ def test_wrong_files(tmp_path: Path) -> None:
         (b"{", "not valid JSON"),
         (b"\xff", "not valid JSON"),
         (b"[]", "object"),
+        (b"[" * 100_000, "nested too deeply"),
     ):
         if content is not None:
             path.write_bytes(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ BAD = [
     (data(data__paths="a"), r"data\.paths: expected a list"),
     (data(data__paths=[1]), r"data\.paths: expected str, got 1"),
     (data(model=None), "model: missing"),
+    (data(optim__lr=math.inf), r"optim\.lr: must be a finite number, got inf"),
+    (data(optim__eps=math.nan), r"optim\.eps: must be a finite number, got nan"),
+    (data(optim__lr=10**400), r"optim\.lr: must be a finite number, got inf"),
+    (data(minutes=math.inf), "minutes: must be a finite number"),
+    (data(data__weights=[math.inf]), r"data\.weights: must be a finite number"),
+    (data(steps=10**30), "steps: must be at most"),
+    (data(data__stages=[[1.0, 10**12]]), r"data\.stages: .* lengths lie in 2\.\."),
+    (data(data__batch_tokens=2**31), r"data\.batch_tokens: must be at most"),
+    (data(seed=2**64), "seed: must lie in"),
+    (data(seed=-(2**63) - 1), "seed: must lie in"),
 ]
 
 
@@ -79,7 +90,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 
 
 WRONG_VALUES = [
-    (DataConfig, {"weights": (1.0,)}, r"data\.weights: 1 weights for 0 paths"),
+    (DataConfig, {"paths": ("a", "b"), "weights": (1.0,)}, r"data\.weights: 1 weights for 2 paths"),
     (DataConfig, {"paths": ("a",), "weights": (0.0,)}, r"data\.weights"),
     (DataConfig, {"held_out_percent": 100}, r"data\.held_out_percent"),
     (DataConfig, {"stages": ()}, r"data\.stages"),
