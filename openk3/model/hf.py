@@ -20,8 +20,7 @@ from openk3.model.hf_storage import (
     FileSource,
     ModelSource,
     Storage,
-    check_copies,
-    check_names,
+    check_layout,
     write_weights,
 )
 from openk3.runtime.staging import staged_folder
@@ -44,31 +43,40 @@ def from_pretrained(
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such folder; expected a checkpoint folder")
     config = ModelConfig.from_dict(hf_card.read_config_data(directory))
-    model = empty(config, dtype=dtype, device=device)
-    load_weights(model, directory)
+    with CheckpointReader(directory) as reader:
+        check_layout(reader, config)
+        model = empty(config, dtype=dtype, device=device)
+        _check_model(model, config)
+        _fill(model, config, reader)
     return model
 
 
-@torch.no_grad()
 def load_weights(model: nn.Module, directory: str | Path) -> None:
     """Copy a checkpoint folder into `model` (its `config` attribute says what must be there), in place.
 
     One tensor is held at a time beside the model. Raises CheckpointError as `from_pretrained` does.
     """
     config: ModelConfig = model.config  # pyrefly: ignore
-    state = model.state_dict()
-    known = {stored.ours for unit in units(config) for stored in unit.tensors}
-    if known != set(state):
-        raise RuntimeError(f"model and checkpoint layout disagree on {sorted(known ^ set(state))[:8]}")
+    _check_model(model, config)
     with CheckpointReader(directory) as reader:
-        check_names(reader, config)
-        check_copies(reader, config)
-        source = FileSource(reader)
-        for unit in units(config):
-            for stored in unit.tensors:
-                target = state[stored.ours]
-                target = target if stored.expert is None else target[stored.expert]
-                target.copy_(source.weight(stored)[: stored.real].reshape(target.shape))
+        check_layout(reader, config)
+        _fill(model, config, reader)
+
+
+def _check_model(model: nn.Module, config: ModelConfig) -> None:
+    known, there = {stored.ours for unit in units(config) for stored in unit.tensors}, set(model.state_dict())
+    if known != there:
+        raise RuntimeError(f"model and checkpoint layout disagree on {sorted(known ^ there)[:8]}")
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, config: ModelConfig, reader: CheckpointReader) -> None:
+    state, source = model.state_dict(), FileSource(reader)
+    for unit in units(config):
+        for stored in unit.tensors:
+            target = state[stored.ours]
+            target = target if stored.expert is None else target[stored.expert]
+            target.copy_(source.weight(stored)[: stored.real].reshape(target.shape))
 
 
 def save_pretrained(
@@ -132,8 +140,7 @@ def convert_checkpoint(
         config = ModelConfig.from_dict(data)
         if experts == "mxfp4":
             check_mxfp4_widths(config.text)
-        check_names(reader, config)
-        check_copies(reader, config)
+        check_layout(reader, config)
         files = FileSource(reader)
         packed = _stays_packed(files, config, storage)
         with staged_folder(target, hf_card.is_ours) as folder:

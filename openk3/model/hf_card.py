@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from openk3.config.json_file import read_json
 from openk3.config.model import ConfigError, ModelConfig, released_form
 from openk3.model.accounting import account
 
@@ -73,7 +74,7 @@ def read_config_data(directory: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder as a dictionary; ConfigError when it is missing, broken or too new."""
     path = directory / CONFIG
     ModelConfig.from_json(path)  # every error of its content, with the file's name
-    data = released_form(json.loads(path.read_text(encoding="utf-8")))
+    data = released_form(read_json(path))
     version = data.get("format_version", FORMAT_VERSION)
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ConfigError(
@@ -85,7 +86,7 @@ def read_config_data(directory: Path) -> dict[str, Any]:
 def is_ours(directory: Path) -> bool:
     """Whether a checkpoint written by this project lies there, which a new one may replace."""
     try:
-        data = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        data = read_json(directory / CONFIG)
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and "format_version" in data

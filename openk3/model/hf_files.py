@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from openk3.config.json_file import JsonError, read_json
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {
@@ -130,11 +132,13 @@ def open_safetensors(path: Path) -> Any:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        weight_map = data["weight_map"]
-        items = list(weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not a safetensors index ({type(error).__name__}: {error})") from None
+        data = read_json(path)
+    except JsonError as error:
+        raise CheckpointError(f"{path}: not a safetensors index ({error})") from None
+    weight_map = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path}: not a safetensors index (no object weight_map in it)")
+    items = list(weight_map.items())
     for name, file in items:
         plain = isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors")
         if not plain or "\\" in file:

@@ -29,6 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 EXPERTS = ("mxfp4", *DTYPES)
 SCALE_RULES = ("even", "floor", "ceil")
 SHARD_BYTES = 5_000_000_000
+ENOUGH = 10_000  # missing tensors after which the rest are not looked for
 
 
 class Source(Protocol):
@@ -78,37 +79,48 @@ class FileSource:
         return torch.uint8 if stored.packed in self.reader else self.reader.entry(stored.released).dtype
 
     def weight(self, stored: StoredTensor) -> torch.Tensor:
-        """The tensor in the released shape: MXFP4 unpacked, an unpadded A_log padded. Raises CheckpointError."""
+        """The tensor in the released shape: MXFP4 unpacked, an unpadded A_log padded. Raises CheckpointError.
+
+        `check_layout` has compared its header with the configuration before.
+        """
         packed = self.packed(stored)
         if packed is not None:
             return dequantize_mxfp4(*packed)
         tensor = self.reader.read(stored.released)
-        if tuple(tensor.shape) == (stored.real,):
-            tensor = _pad(tensor, stored)
-        self._check(stored.released, tensor, stored.shape)
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{self._where(stored.released)} holds integers; expected floating-point values")
-        if stored.real is not None and tensor[stored.real :].any():
+        if stored.real is None:
+            return tensor
+        if tensor[stored.real :].any():
             raise CheckpointError(f"{self._where(stored.released)} has non-zero entries after its {stored.real} heads")
-        return tensor
+        return _pad(tensor[: stored.real], stored)
 
     def packed(self, stored: StoredTensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes and scale bytes as stored. Raises CheckpointError when their shapes do not fit."""
+        """Codes and scale bytes as stored."""
         if stored.packed not in self.reader:
             return None
-        *rows, columns = stored.shape
-        codes, scale = self.reader.read(stored.packed), self.reader.read(stored.scale)
-        self._check(stored.packed, codes, (*rows, columns // 2))
-        self._check(stored.scale, scale, (*rows, columns // 32))
-        for name, tensor in ((stored.packed, codes), (stored.scale, scale)):
-            if tensor.dtype != torch.uint8:
-                raise CheckpointError(f"{self._where(name)} is {tensor.dtype}; packed MXFP4 is stored as uint8")
-        return codes, scale
+        return self.reader.read(stored.packed), self.reader.read(stored.scale)
 
-    def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            found = list(tensor.shape)
-            raise CheckpointError(f"{self._where(name)} has shape {found}, but config.json asks for {list(shape)}")
+    def check(self, stored: StoredTensor) -> None:
+        """Raise CheckpointError if the file announces another shape or dtype than `weight` and `packed` expect."""
+        if stored.packed not in self.reader:
+            shapes = [stored.shape] if stored.real is None else [stored.shape, (stored.real,)]
+            if not self._announced(stored.released, *shapes).dtype.is_floating_point:
+                where = self._where(stored.released)
+                raise CheckpointError(f"{where} holds integers; expected floating-point values")
+            return
+        *rows, columns = stored.shape
+        if columns % 32:
+            raise CheckpointError(f"{self._where(stored.packed)} has rows of {columns}; MXFP4 packs 32 at a time")
+        for name, width in ((stored.packed, columns // 2), (stored.scale, columns // 32)):
+            entry = self._announced(name, (*rows, width))
+            if entry.dtype != torch.uint8:
+                raise CheckpointError(f"{self._where(name)} is {entry.dtype}; packed MXFP4 is stored as uint8")
+
+    def _announced(self, name: str, *shapes: tuple[int, ...]) -> Entry:
+        entry = self.reader.entry(name)
+        if entry.shape not in shapes:
+            found, wanted = list(entry.shape), list(shapes[0])
+            raise CheckpointError(f"{self._where(name)} has shape {found}, but config.json asks for {wanted}")
+        return entry
 
     def _where(self, name: str) -> str:
         return f"{self.reader.path(name)}: tensor {name}"
@@ -164,18 +176,33 @@ class Storage:
         return (source.weight(stored).to(self.entries(stored, source)[0].dtype),)
 
 
-def check_names(reader: CheckpointReader, config: ModelConfig) -> None:
+def check_layout(reader: CheckpointReader, config: ModelConfig) -> None:
+    """Raise CheckpointError unless the files hold every tensor of `config` in its shape and nothing else.
+
+    Only headers are read, so that a configuration that asks for more than the files hold costs no memory.
+    """
+    _check_names(reader, config)
+    source = FileSource(reader)
+    for unit in units(config):
+        for stored in unit.tensors:
+            source.check(stored)
+    _check_copies(reader, config)
+
+
+def _check_names(reader: CheckpointReader, config: ModelConfig) -> None:
     """Raise CheckpointError listing tensors that are missing or unexpected for `config`."""
     left = set(reader.index)
-    missing = []
+    missing: list[str] = []
     for unit in units(config):
+        if len(missing) > ENOUGH:
+            break
         for stored in unit.tensors:
             names = {stored.released}
             if stored.expert is not None and not names <= left:
                 names = {stored.packed, stored.scale} if {stored.packed, stored.scale} & left else names
             missing += sorted(names - left)
             left -= names
-    unexpected = sorted(left - set(shared_copies(config)))
+    unexpected = [] if len(missing) > ENOUGH else sorted(left - set(shared_copies(config)))
     problems = [
         f"{len(names)} tensors {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
         for what, names in (("missing", missing), ("unexpected", unexpected))
@@ -185,7 +212,7 @@ def check_names(reader: CheckpointReader, config: ModelConfig) -> None:
         raise CheckpointError(f"{reader.directory}: does not match its config.json; {'; '.join(problems)}")
 
 
-def check_copies(reader: CheckpointReader, config: ModelConfig) -> None:
+def _check_copies(reader: CheckpointReader, config: ModelConfig) -> None:
     """Raise CheckpointError when a tensor that some writers repeat differs from the one it repeats."""
     for copy, original in shared_copies(config).items():
         if copy in reader and not torch.equal(reader.read(copy), reader.read(original)):

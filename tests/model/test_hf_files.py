@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from openk3.config.model import ConfigError, ModelConfig
 from openk3.model.accounting import account
-from openk3.model.hf import convert_checkpoint, save_pretrained
+from openk3.model.hf import convert_checkpoint, from_pretrained, save_pretrained
 from openk3.model.hf_files import (
     CheckpointError,
     CheckpointReader,
@@ -223,7 +223,7 @@ def test_index_cannot_point_outside(shards, target):
     refused(shards, "index.json: .* expected a .safetensors file in the same folder")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 1}', "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 1}', "\xff", "[" * 100_000])
 def test_broken_index(shards, text):
     (shards / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     refused(shards, r"index\.json: not a safetensors index")
@@ -266,14 +266,46 @@ def test_nothing_is_left_when_writing_fails(model, tmp_path):
 
 
 def test_conversion_that_fails_midway_leaves_nothing(shards, tmp_path):
-    """The last file is damaged, so the failure comes after most of the target was written."""
-    path = sorted(shards.glob("*.safetensors"))[-1]
-    edited = load_file(path)
-    edited[NORM] = torch.ones(3, dtype=torch.bfloat16)
-    save_file(edited, path)
-    with pytest.raises(CheckpointError, match="shape"):
-        convert_checkpoint(shards, tmp_path / "target", experts="bf16", shard_bytes=100_000)
+    """The failure comes after most of the target was written."""
+
+    def stop(done: int, total: int) -> None:
+        assert any(tmp_path.glob(".target.new-*/*.safetensors"))
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(shards, tmp_path / "target", experts="bf16", shard_bytes=100_000, on_progress=stop)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 4096}, "does not match its config.json; [0-9]+ tensors missing"),
+        ({"vocab_size": 2**40}, r"tensor .*embed_tokens.* has shape \[128, 64\], but config.json asks for"),
+        ({"intermediate_size": 2**40}, r"has shape \[.*\], but config.json asks for"),
+    ],
+)
+def test_a_config_that_asks_for_more_than_the_files_hold_costs_nothing(folder, tmp_path, changes, words):
+    """Headers are compared before anything is allocated or written."""
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def empty(*args: object, **options: object) -> None:
+        raise AssertionError("allocated")
+
+    with pytest.raises(CheckpointError, match=words):
+        from_pretrained(empty, folder, dtype=torch.float32, device="cpu")
+    with pytest.raises(CheckpointError, match=words):
+        convert_checkpoint(folder, tmp_path / "target", on_progress=empty)
+    assert not (tmp_path / "target").exists()
+
+
+def test_dtypes_that_the_release_does_not_have_are_refused(folder):
+    """Eight-bit floats would lose their scales without a word."""
+    edit(folder, lambda stored: stored.update({NORM: torch.ones(64).to(torch.float8_e4m3fn)}))
+    refused(folder, "has dtype F8_E4M3; expected one of F64, F32")
 
 
 def test_foreign_folders_are_left_alone(model, tmp_path):
