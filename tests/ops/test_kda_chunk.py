@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kda_checks import GOLDEN_CASES, NAMES, assert_same, golden_case, kda_inputs, run, run_with_gradients
 from op_checks import DTYPES, Watch, assert_golden
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from openk3.ops import KdaGate, chunk_kda, recurrent_kda
 from openk3.ops.kda import chunk
@@ -306,3 +308,30 @@ def test_prefill_keeps_no_states() -> None:
     want, want_state = run(recurrent_kda, {name: x.double() for name, x in inputs.items()})
     torch.testing.assert_close(o.double(), want, rtol=1e-5, atol=5e-6)
     torch.testing.assert_close(state.double(), want_state, rtol=1e-5, atol=5e-6)
+
+
+def floating_values() -> int:
+    """Values in all floating-point memory that is reachable."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is Tensor and x.is_floating_point()]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // x.itemsize for x in tensors}.values())
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_what_is_kept_is_held_by_autograd(bound: float | None) -> None:
+    """It is freed once the backward pass has used it, although the outputs live on; recomputation keeps none of it."""
+    lengths = [300, 200]
+    leaves = {name: x.requires_grad_() for name, x in kda_inputs(lengths, dtype=torch.float32).items()}
+    want = torch.autograd.grad(run(chunk_kda, leaves, lengths, bound)[0].sum(), list(leaves.values()))
+    before = floating_values()
+    o, state = run(chunk_kda, leaves, lengths, bound)
+    assert floating_values() - before > 10 * o.numel()
+    torch.autograd.grad(o.sum(), list(leaves.values()))
+    assert floating_values() - before == o.numel() + state.numel()
+    with pytest.raises(RuntimeError, match="second time"):
+        state.sum().backward()
+    del o, state
+    again = checkpoint(lambda: run(chunk_kda, leaves, lengths, bound)[0], use_reentrant=False)
+    assert floating_values() - before == again.numel()
+    for got, expected in zip(torch.autograd.grad(again.sum(), list(leaves.values())), want, strict=True):
+        assert torch.equal(got, expected)

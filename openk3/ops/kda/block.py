@@ -1,6 +1,8 @@
 """A few steps of chunkwise Kimi Delta Attention, forward and backward: all that a pass holds of them at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,22 @@ class Kept:
     solve: Tensor
     chunks: Chunks
     errors: Tensor
+
+    def tensors(self) -> list[Tensor | None]:
+        """Everything, in the order that `of` reads: autograd must hold it, to free it when it is used up."""
+        f, c = self.factors, self.chunks
+        rows = [self.k, self.beta, self.reads, self.writes, self.solve, self.errors, c.read, c.leave, c.total]
+        return [*rows, f.total, f.inner, f.read, f.write, *f.halves.values()]
+
+    @classmethod
+    def of(cls, block: Block, tensors: Sequence[Any]) -> "Kept":
+        """The inverse of `tensors`."""
+        k, beta, reads, writes, solve, errors, read, leave, decay, total, *parts = tensors
+        tile = reads.shape[-2]
+        halves = {tile << level: part for level, part in enumerate(parts[3:])}
+        factors = Factors(inner=parts[0], read=parts[1], write=parts[2], halves=halves, total=total)
+        chunks = Chunks(block.sizes, read, leave, decay)
+        return cls(factors, k, beta, reads, writes, solve, chunks, errors)
 
 
 def block_forward(block: Block, tokens: list[Tensor], states: Steps, tile: int) -> tuple[Tensor, Kept]:

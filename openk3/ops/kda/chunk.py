@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.kda.block import block_backward, block_forward
+from openk3.ops.kda.block import Kept, block_backward, block_forward
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
 from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states, kda_gate
-from openk3.ops.kda.scan import final_states, lay_out_states
+from openk3.ops.kda.scan import final_states, kept_steps, lay_out_states
 from openk3.ops.norm import at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
 
@@ -74,10 +74,11 @@ class _ChunkKda(torch.autograd.Function):
         for block in plan.blocks:
             rows, saved = block_forward(block, tokens, steps.part(block.steps), run.tile)
             outputs.append(rows)
-            kept.append(saved if run.keep else None)
+            kept += saved.tensors() if run.keep else []
         final = final_states(plan, first, steps) if run.keep else memory
         if run.keep:
-            ctx.run, ctx.kept, ctx.steps = run, kept, steps
+            ctx.run = run
+            ctx.save_for_backward(first, memory, *kept)
         return plan.collect(outputs), plan.unsort(final.view(state.shape))
 
     @staticmethod
@@ -85,10 +86,12 @@ class _ChunkKda(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_o, d_final = grads
-        plan, kept = ctx.run.plan, ctx.kept
+        plan, (first, memory, *kept) = ctx.run.plan, ctx.saved_tensors
+        steps, count = kept_steps(plan, first, memory), len(kept) // len(plan.blocks)
         d_state = plan.sort(d_final).flatten(0, 1).clone()
         d_rows = []
-        for block, saved in zip(plan.blocks[::-1], kept[::-1]):
-            d_rows.append(block_backward(block, saved, d_o, ctx.steps.part(block.steps), d_state))
+        for n, block in reversed(list(enumerate(plan.blocks))):
+            saved = Kept.of(block, kept[n * count : (n + 1) * count])
+            d_rows.append(block_backward(block, saved, d_o, steps.part(block.steps), d_state))
         d_q, d_k, d_v, d_g, d_beta = (plan.collect(list(rows)) for rows in zip(*d_rows[::-1]))
         return None, d_q, d_k, d_v, d_g, d_beta.squeeze(2), plan.unsort(d_state.view(d_final.shape))

@@ -32,9 +32,13 @@ def lay_out_states(plan: ChunkPlan, first: Tensor, keep: bool) -> tuple[Steps, T
         rows = [buffer[:size] for size in sizes]
         return Steps(rows, rows), buffer
     memory = first.new_empty(sum(sizes), *first.shape[1:])
-    leaving = list(memory.split(sizes))
-    entering = [state[:size] for state, size in zip([first, *leaving], sizes)]
-    return Steps(entering, leaving), memory
+    return kept_steps(plan, first, memory), memory
+
+
+def kept_steps(plan: ChunkPlan, first: Tensor, memory: Tensor) -> Steps:
+    """The steps of `lay_out_states` where every step has its own rows of `memory`."""
+    leaving = list(memory.split(plan.sizes))
+    return Steps([state[:size] for state, size in zip([first, *leaving], plan.sizes)], leaving)
 
 
 def final_states(plan: ChunkPlan, first: Tensor, steps: Steps) -> Tensor:
