@@ -178,7 +178,8 @@ WRONG = {
     "flat dt_bias": ("dt_bias", lambda x: x.flatten(), r"dt_bias_HK must be \[2, 8\] .* got \[16\]"),
     "one head's dt_bias": ("dt_bias", lambda x: x[:1], "dt_bias_HK"),
     "float32 beside float64": ("k", lambda x: x.float(), "k_THK: torch.float32 beside q_THK torch.float64"),
-    "integers": ("v", lambda x: x.long(), "v_THV: torch.int64"),
+    "integers": ("v", lambda x: x.long(), "v_THV: torch.int64 .* must be floating point, all float64 or none"),
+    "integer queries": ("q", lambda x: x.long(), "q_THK: torch.int64 .* must be floating point"),
 }
 
 

@@ -82,6 +82,7 @@ def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: T
         )
     heads = q_THK.shape[:2]
     parts = (
+        ("q_THK", q_THK, q_THK.shape),
         ("k_THK", k_THK, q_THK.shape),
         ("v_THV", v_THV, (*heads, *v_THV.shape[2:3])),
         ("decay_logit_THK", decay_logit_THK, q_THK.shape),
@@ -92,7 +93,9 @@ def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: T
         if x.shape != shape or (name == "v_THV" and x.ndim != 3):
             raise ValueError(f"{name}: {list(x.shape)} does not fit q_THK {list(q_THK.shape)}")
         if torch.promote_types(x.dtype, torch.float32) != wide or not x.is_floating_point():
-            raise ValueError(f"{name}: {x.dtype} beside q_THK {q_THK.dtype}; give all in float64, or all in less")
+            raise ValueError(
+                f"{name}: {x.dtype} beside q_THK {q_THK.dtype}; must be floating point, all float64 or none"
+            )
 
 
 def initial_states(state_NHKV: Tensor | None, num_sequences: int, k_THK: Tensor, v_THV: Tensor) -> Tensor:
