@@ -85,7 +85,7 @@ def kda_variants(T: int = 2048, H: int = 8, D: int = 128) -> dict[str, Variant]:
     return variants
 
 
-def kda_floor(T: int = 2048, H: int = 8, D: int = 128, C: int = 32) -> dict[str, float]:
+def kda_floor(T: int = 2048, H: int = 8, D: int = 128, C: int = 64) -> dict[str, float]:
     """Operations of chunkwise KDA, and the least time they take at the rate of a plain batched product."""
     forward = T * H * (6 * D * D + 8 * C * D)
     backward = T * H * (12 * D * D + 16 * C * D)

@@ -236,6 +236,30 @@ def test_blocks(monkeypatch: pytest.MonkeyPatch, values: int, keep: bool) -> Non
         assert_same({"o": o, "final": state}, {name: want[name] for name in ("o", "final")})
 
 
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_chunk_sizes(monkeypatch: pytest.MonkeyPatch, size: int, bound: float | None) -> None:
+    """Every chunk size gives the recurrence's values and gradients."""
+    monkeypatch.setattr(chunk, "_chunk_size", lambda *shape: size)
+    lengths = [33, 100, 0, 130, 5]
+    inputs = kda_inputs(lengths)
+    assert_same(
+        run_with_gradients(chunk_kda, inputs, lengths, bound), run_with_gradients(recurrent_kda, inputs, lengths, bound)
+    )
+
+
+@pytest.mark.parametrize(("width", "size"), [(16, 32), (64, 64)])
+def test_chunk_size_by_shape(width: int, size: int) -> None:
+    """Short sequences take small chunks, few wide heads large ones; float32 is as good as the recurrence in both."""
+    for length, expected in ((16, 16), (17, size), (200, size)):
+        assert chunk._chunk_size(length, 2, width) == expected
+    inputs = kda_inputs([200], K=width, V=width)
+    want = run_with_gradients(recurrent_kda, inputs)
+    got = run_with_gradients(chunk_kda, {name: x.float() for name, x in inputs.items()})
+    for name, value in want.items():
+        assert (got[name] - value).abs().max() < 1e-5 * value.abs().max(), name
+
+
 def test_strided_inputs() -> None:
     """Slices of wider tensors, transposed states and expanded gradients are as good as contiguous ones."""
     inputs = kda_inputs([20, 40])

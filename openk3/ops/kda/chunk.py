@@ -14,7 +14,6 @@ from openk3.ops.kda.scan import final_states, kept_steps, lay_out_states
 from openk3.ops.norm import at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
 
-_CHUNK, _SHORT_CHUNK = 32, 16
 _BLOCK_VALUES = 2**20  # of one tensor in a block: about twenty such tensors are in use at once
 
 
@@ -42,14 +41,25 @@ def chunk_kda(
     bounds = sequence_bounds(cu_seqlens, q.shape[0])
     inputs = (q, k, v, g, beta, initial_states(state_NHKV, len(bounds) - 1, k, v))
     longest = max((b - a for a, b in zip(bounds, bounds[1:])), default=0)
-    chunk, rows = _CHUNK if longest > _SHORT_CHUNK else _SHORT_CHUNK, _BLOCK_VALUES // max(q.shape[2], v.shape[2])
-    plan = chunk_plan(bounds, chunk, q.shape[1], rows, q.device)
+    heads, width = q.shape[1], min(q.shape[2], v.shape[2])
+    chunk = _chunk_size(longest, (len(bounds) - 1) * heads, width)
+    plan = chunk_plan(bounds, chunk, heads, _BLOCK_VALUES // max(q.shape[2], v.shape[2]), q.device)
     if not plan.blocks:
         return v.to(v_THV.dtype), inputs[-1]
     tile = 1 if gate.lower_bound is None else 16
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     o_THV, state_NHKV = _ChunkKda.apply(_Run(plan, tile, keep), *inputs)
     return o_THV.to(v_THV.dtype), state_NHKV
+
+
+def _chunk_size(longest: int, matrices: int, width: int) -> int:
+    """Tokens in a chunk: few for few tokens, many where a scan step has few but wide states: fewer, larger products.
+
+    Work inside chunks grows with their size, the number of steps falls. All sizes give the same result up to rounding.
+    """
+    if longest <= 16:
+        return 16
+    return 64 if matrices <= 8 and width >= 64 else 32
 
 
 @dataclass(frozen=True)
