@@ -17,12 +17,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, without the network."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built."""
     source = tmp_path_factory.mktemp("source") / "openk3"
     shutil.copytree(ROOT / "openk3", source / "openk3", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES.md"):
         shutil.copy2(ROOT / name, source / name)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    """Built without the network."""
     out = source.parent / "out"
     command = [sys.executable, "-m", "pip", "wheel", str(source), "-w", str(out), "--no-deps", "--no-build-isolation"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -51,6 +57,26 @@ def test_wheel_says_what_it_is(wheel: Path) -> None:
     for line in ("License-Expression: Apache-2.0", "Requires-Python: <3.13,>=3.11", f"Version: {openk3.__version__}"):
         assert line in metadata
     assert "openk3 = openk3.cli:main" in texts["entry_points.txt"]
+
+
+def test_editable_install_is_found_beside_a_folder_of_the_same_name(source: Path) -> None:
+    """A script next to the clone has the clone's folder `openk3` on its path: it must not hide the package."""
+    build = "import setuptools.build_meta as b; b.build_editable('../editable')"
+    (source.parent / "editable").mkdir()
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=120)
+    (built,) = (source.parent / "editable").glob("*.whl")
+    archive = zipfile.ZipFile(built)
+    (link,) = (name for name in archive.namelist() if name.endswith(".pth"))
+    path = archive.read(link).decode().strip()
+    code = "import openk3; print(openk3.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = ['.', {path!r}]; {code}"],
+        cwd=source.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert Path(result.stdout.strip()) == source / "openk3" / "__init__.py", result.stderr
 
 
 def test_constraints_pin_what_is_asked_for() -> None:
