@@ -19,6 +19,7 @@ from openk3.inputs.chat import Event, Parser, encode_chat, render
 from openk3.inputs.images import MediaConfig, preprocess_image
 from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
+from openk3.model.accounting import account
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
 
@@ -88,8 +89,9 @@ class Conversation:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model, as loaded."""
-        return sum(p.numel() for p in self.model.parameters())
+        """Of the model with its MTP layer, counted as `openk3 plan` does."""
+        books = account(self.model.config)
+        return books.total + books.mtp
 
     def attach(self, path: Path) -> str:
         """Read an image for the next question; returns what it is. Raises ImageError or UserError naming the file."""

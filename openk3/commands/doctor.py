@@ -16,7 +16,7 @@ from openk3.commands.runs import RUNS, newest_run
 from openk3.ops import backend
 
 PACKAGES = ("numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
-OPTIONAL = {"av": "video files (pip install 'openk3[video]')"}
+OPTIONAL = {"av": "video files (pip install av)"}
 
 
 def run(flags: Doctor) -> None:

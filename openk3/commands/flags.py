@@ -14,7 +14,16 @@ from openk3 import recipes
 from openk3.config.train import PretrainConfig
 
 Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
-Run = Positional[Annotated[Path | None, arg(metavar="[RUN]", help="Run or model directory; default: newest run.")]]
+Run = Positional[
+    Annotated[
+        Path | None, arg(metavar="[RUN]", help="Run or model directory.", help_behavior_hint="(default: newest run)")
+    ]
+]
+
+
+def unset(metavar: str, default: str = "") -> Any:
+    """How an option that may be left out looks in --help: no "None", but what happens without it."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
 @dataclass(frozen=True)
@@ -26,10 +35,10 @@ class Quickstart:
 
     minutes: float = 8.0
     """Time for everything, in minutes; the plan is fitted to this machine's speed."""
-    text: Path | None = None
-    """Your own text, a file or a folder; default: the Python standard library's sources."""
-    out: Path | None = None
-    """Run folder to make; default: runs/<date and time>."""
+    text: Annotated[Path | None, unset("PATH", "the Python standard library's sources")] = None
+    """Your own text, a file or a folder."""
+    out: Annotated[Path | None, unset("PATH", "runs/<date and time>")] = None
+    """Run folder to make."""
     seed: Seed = 0
 
 
@@ -73,9 +82,9 @@ class Chat(Writing):
     """
 
     run: Run = None
-    message: Annotated[str | None, arg(metavar="TEXT")] = None
+    message: Annotated[str | None, unset("TEXT")] = None
     """Ask this one question and leave; without it, read questions from the terminal or standard input."""
-    image: tuple[Path, ...] = ()
+    image: Annotated[tuple[Path, ...], unset("[PATH [PATH ...]]")] = ()
     """Images that go with the first question."""
     effort: Literal["low", "high", "max", "off"] = "max"
     """How long to reason; `off` answers directly."""
@@ -89,10 +98,12 @@ class Pretrain:
     """
 
     config: Annotated[PretrainConfig, arg(name="")]
-    recipe: Positional[Annotated[str, arg(metavar="[RECIPE]", help=f"One of {', '.join(recipes.NAMES)}.")]] = ""
-    data: tuple[Path, ...] = ()
+    recipe: Positional[
+        Annotated[str, arg(metavar="[RECIPE]", help=f"One of {', '.join(recipes.NAMES)}.", help_behavior_hint="")]
+    ] = ""
+    data: Annotated[tuple[Path, ...], unset("[PATH [PATH ...]]")] = ()
     """Text, Markdown, Python and JSONL files, or folders of them; the same as --data.paths."""
-    resume: Annotated[Path | None, arg(metavar="RUN")] = None
+    resume: Annotated[Path | None, unset("RUN")] = None
     """Continue this run from its last checkpoint; no RECIPE then."""
 
 
@@ -104,7 +115,14 @@ class Plan:
     """
 
     model: Positional[
-        Annotated[str, arg(metavar="[MODEL]", help="Recipe, config.json, model directory or run; default: newest run.")]
+        Annotated[
+            str,
+            arg(
+                metavar="[MODEL]",
+                help="Recipe, config.json, model directory or run.",
+                help_behavior_hint="(default: newest run)",
+            ),
+        ]
     ] = ""
     context: int = 8192
     """Length of the request whose cache is shown, in tokens."""
@@ -156,8 +174,8 @@ class TokenizerEncode:
     """
 
     text: Positional[Annotated[str, arg(metavar="[TEXT]", help="Text to cut; `-` reads standard input.")]] = "-"
-    tokenizer: Path | None = None
-    """Directory with tiktoken.model, or the file; default: the newest run's."""
+    tokenizer: Annotated[Path | None, unset("PATH", "the newest run's")] = None
+    """Directory with tiktoken.model, or the file."""
     ids: bool = False
     """Print only the ids, separated by spaces."""
 

@@ -22,6 +22,8 @@ def run(flags: Generate) -> None:
     """Print the prompt and its continuation."""
     check_sampling(flags)
     directory = find_model(flags.run)
+    if flags.prompt == "-" and sys.stdin.isatty():
+        print("the text to continue, then Ctrl-D:", file=sys.stderr)
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     tokenizer = Tokenizer.load(directory)
     model = load_model(directory, flags)

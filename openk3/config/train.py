@@ -153,7 +153,7 @@ class PretrainConfig:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    out: str = ""  # run folder
+    out: str = ""  # run folder to make; empty: runs/<date and time>
     steps: int = 1000  # optimizer steps
     minutes: float = 0.0  # train for this long instead: steps are planned from the measured step time; 0 turns it off
     workers: int = 1  # micro-batches computed at once, by a thread each: for small models on a CPU

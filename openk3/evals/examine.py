@@ -134,7 +134,7 @@ def targets(report: Mapping[str, Any], minutes: float, is_python: bool) -> list[
         _target(
             "held-out bits per byte", report["bits_per_byte"], bar, f"below {bar:.2f}, the order-{order} byte model"
         ),
-        _target("caption loss lower with the right image", -lower, -0.3, "at least 30 %", f"{100 * lower:.0f} %"),
+        _target("caption loss lower with the right image", -lower, -0.3, "at least 30 %", f"{100 * lower:z.0f} %"),
         _target("busiest expert over the mean", max_load, 1.2, "below 1.20"),
     ]
     if report["mtp_loss"] is not None:

@@ -124,7 +124,7 @@ def _captions(data: Data, steps: Steps) -> str:
     if not captions:
         return ""
     rows = [
-        [kind, number(row["right"]), number(row["wrong"]), f"{100 * (1 - row['right'] / row['wrong']):.0f} %"]
+        [kind, number(row["right"]), number(row["wrong"]), f"{100 * (1 - row['right'] / row['wrong']):z.0f} %"]
         for kind, row in captions["by_kind"].items()
     ]
     table = _table(["kind", "right image", "another image", "lower by"], rows)

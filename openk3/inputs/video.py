@@ -194,9 +194,7 @@ def _film(path: Path, config: MediaConfig) -> tuple[list[float], tuple[int, int]
         av = importlib.import_module("av")
     except ImportError:
         known = ", ".join(sorted(_PICTURES))
-        raise ImageError(
-            f"{path}: films need the video extra (pip install 'openk3[video]'); without it: {known}"
-        ) from None
+        raise ImageError(f"{path}: films need PyAV (pip install av); without it: {known}") from None
     times: list[float] = []
     size = (0, 0)
     step = 1 / config.sample_fps

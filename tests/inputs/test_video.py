@@ -220,7 +220,7 @@ def test_too_many_frames_are_refused():
 
 def test_films_without_the_extra_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ImageError, match=r"film.mp4: films need the video extra \(pip install 'openk3\[video\]'\)"):
+    with pytest.raises(ImageError, match=r"film.mp4: films need PyAV \(pip install av\)"):
         preprocess_video(tmp_path / "film.mp4")
 
 
