@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole story on a folder of your own text, about a minute on two cores:
+# The whole story on a folder of your own text, a minute or two on two cores, with .venv active:
 # tokenizer, training, going on, writing, packing, counting.
 #   examples/whole_story.sh TEXT_FOLDER [RUN]
 set -euo pipefail
