@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openk3.runtime.staging import named, temporary_beside, umask
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -19,7 +21,7 @@ class RunFolder:
     @classmethod
     def at(cls, path: str | Path) -> RunFolder:
         """The folder at `path`, with `~` expanded."""
-        return cls(Path(path).expanduser())
+        return cls(Path(os.path.expanduser(path)))
 
     @property
     def config(self) -> Path:
@@ -60,17 +62,19 @@ class RunFolder:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary)` with a name in the same folder, then put it in `path`'s place; on failure leave nothing.
 
-    The data is on disk before the name changes, so that a power cut leaves either the old file or the new one.
+    The data is on disk before the name changes, so that a power cut leaves either the old file or the new one. An
+    OSError names `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_beside(path, folder=False) as temporary:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.chmod(0o666 & ~umask())
+            os.replace(temporary, path)
+    except OSError as error:
+        raise named(error, path) from error
 
 
 def write_json(path: Path, data: Any) -> None:

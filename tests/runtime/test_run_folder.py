@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from openk3.runtime.run_folder import RunFolder, write_atomic, write_json
+from openk3.runtime.staging import umask
 
 
 def test_places(tmp_path: Path) -> None:
@@ -40,3 +41,27 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, fail)
     assert json.loads(path.read_text()) == [1] and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_errors_name_the_file_and_leftovers_go(tmp_path: Path) -> None:
+    """Not the temporary name; what a killed process left is removed by the next writer."""
+    path = tmp_path / "a.json"
+    (tmp_path / ".a.json.new-dead").write_text("half")
+    write_json(path, [1])
+    assert os.listdir(tmp_path) == ["a.json"] and path.stat().st_mode & 0o777 == 0o666 & ~umask()
+
+    def fail(temporary: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left") as error:
+        write_atomic(path, fail)
+    assert error.value.filename == str(path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        write_json(tmp_path / "folder", [1])
+    assert error.value.filename == str(tmp_path / "folder")
+
+
+def test_an_unknown_user_is_no_error(tmp_path: Path) -> None:
+    """`~nobody-of-this-name/x` is then a path like any other."""
+    assert RunFolder.at("~nobody-of-this-name/x").path == Path("~nobody-of-this-name/x")
