@@ -138,7 +138,9 @@ class Convert:
     """
 
     source: Positional[Annotated[Path, arg(metavar="SOURCE", help="Run, training checkpoint or model directory.")]]
-    target: Positional[Annotated[Path, arg(metavar="TARGET", help="New directory to write.")]]
+    target: Positional[
+        Annotated[Path, arg(metavar="TARGET", help="Directory to write: new, empty, or an earlier model to replace.")]
+    ]
     to: Literal["released", "run"] = "released"
     """`released`: safetensors as Kimi K3's; `run`: a run at step 0 that `pretrain --resume` trains on."""
     experts: Literal["keep", "bf16", "float32", "mxfp4"] = "keep"

@@ -262,7 +262,11 @@ def summary(data: dict[str, Any], folder: RunFolder, report: Path) -> list[str]:
     for target in data["targets"]:
         mark = "met   " if target["met"] else "missed"
         lines.append(f"  {mark}  {target['name']:<42}{target['value']:>7}   ({target['target']})")
-    name = shlex.quote(str(folder.path))
+    name, longer = shlex.quote(str(folder.path)), max(20, 2 * round(minutes))  # in all, with those of this run
     lines += ["", f"model:  {folder.model}", f"report: {report}", "", "next:"]
-    lines += [f"  openk3 chat {name}", f"  openk3 pretrain --resume {name} --minutes 20", f"  openk3 plan {name}"]
+    lines += [
+        f"  openk3 chat {name}",
+        f"  openk3 pretrain --resume {name} --minutes {longer:g}",
+        f"  openk3 plan {name}",
+    ]
     return lines

@@ -154,8 +154,8 @@ class PretrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     out: str = ""  # run folder to make; empty: runs/<date and time>
-    steps: int = 1000  # optimizer steps
-    minutes: float = 0.0  # train for this long instead: steps are planned from the measured step time; 0 turns it off
+    steps: int = 1000  # optimizer steps in all
+    minutes: float = 0.0  # train this long in all, a resumed run from its start: steps are planned from it; 0: by steps
     workers: int = 1  # micro-batches computed at once, by a thread each: for small models on a CPU
     mtp_loss_weight: float = 0.1  # weight of the multi-token prediction loss
     seed: int = 0  # initial weights and data order

@@ -57,6 +57,7 @@ def pretrain(
         raise ConfigError("data.paths: nothing to train on; name text files, JSONL files or folders of them")
     if held_out is None and config.data.held_out_paths:
         held_out = [Files(path) for path in config.data.held_out_paths]
+    run.path.mkdir(parents=True, exist_ok=True)  # once the data are there, before the work begins
     train, held = _split(pools, held_out, config)
     tokenizer = Tokenizer.load(run.tokenizer) if resume else _tokenizer(config, run, tokenizer, train)
     config = fit_to_tokenizer(config, tokenizer)
@@ -70,6 +71,8 @@ def pretrain(
         else:
             state.total_steps = config.steps
         log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
+        if state.step >= state.total_steps:
+            log.info("nothing left to train: steps and minutes count from the start of the run, so name more of them")
     write_json(run.config, config.to_dict())
     _Loop(run, state, _Validator(config, encoder, held), on_step).run()
     if not state.interrupted:
@@ -106,7 +109,6 @@ def _open(config: PretrainConfig, resume: bool) -> RunFolder:
         raise ConfigError(f"{run.path}: no run to resume there (no {run.config.name})")
     if not resume and run.is_run:
         raise ConfigError(f"{run.path}: already holds a run; resume it, or choose another folder")
-    run.path.mkdir(parents=True, exist_ok=True)
     return run
 
 

@@ -77,13 +77,22 @@ def test_what_is_missing_is_named(words: list[str], line: str, capsys: pytest.Ca
     assert capsys.readouterr().err == f"openk3: {line}\n"
 
 
-def test_data_that_does_not_exist_leaves_nothing_behind_but_its_name(
+def test_data_that_does_not_exist_leaves_no_run_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names the path."""
+    """The message names the path; the folder of the run is not made."""
     monkeypatch.chdir(tmp_path)
     assert main(["pretrain", "tiny", "--data", "not-here.txt", "--out", "run"]) == 2
     assert "not-here.txt" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_resuming_with_nothing_left_says_so(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps and minutes are those of the whole run: fewer than it has had are none."""
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    for words in (["--steps", "1"], ["--minutes", "1e-9"]):
+        assert main(["pretrain", "--resume", str(run), *words]) == 0
+        assert "nothing left to train" in capsys.readouterr().out
 
 
 def test_recipe_and_resume_exclude_each_other(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
