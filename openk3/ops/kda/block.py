@@ -21,25 +21,26 @@ class Kept:
     beta: Tensor
     reads: Tensor
     writes: Tensor
-    solve: Tensor
+    query: Tensor  # [X, C, C] scores of queries
     chunks: Chunks
     errors: Tensor
 
     def tensors(self) -> list[Tensor | None]:
         """Everything, in the order that `of` reads: autograd must hold it, to free it when it is used up."""
         f, c = self.factors, self.chunks
-        rows = [self.k, self.beta, self.reads, self.writes, self.solve, self.errors, c.read, c.leave, c.total]
+        rows = [self.k, self.beta, self.reads, self.writes, self.query, self.errors]
+        rows += [c.enter, c.leave, c.total, c.inverse]
         return [*rows, f.total, f.inner, f.read, f.write, *f.halves.values()]
 
     @classmethod
     def of(cls, block: Block, tensors: Sequence[Any]) -> "Kept":
         """The inverse of `tensors`."""
-        k, beta, reads, writes, solve, errors, read, leave, decay, total, *parts = tensors
+        k, beta, reads, writes, query, errors, enter, leave, decay, inverse, total, *parts = tensors
         tile = reads.shape[-2]
         halves = {tile << level: part for level, part in enumerate(parts[3:])}
         factors = Factors(inner=parts[0], read=parts[1], write=parts[2], halves=halves, total=total)
-        chunks = Chunks(block.sizes, read, leave, decay)
-        return cls(factors, k, beta, reads, writes, solve, chunks, errors)
+        chunks = Chunks(block.sizes, enter, leave, decay, inverse)
+        return cls(factors, k, beta, reads, writes, query, chunks, errors)
 
 
 def block_forward(block: Block, tokens: list[Tensor], states: Steps, tile: int) -> tuple[Tensor, Kept]:
@@ -52,12 +53,13 @@ def block_forward(block: Block, tokens: list[Tensor], states: Steps, tile: int) 
     k, beta = block.spread(k, zero=False), block.spread(beta[:, :, None], zero=True)
     reads, writes = _token_rows(block.spread(q, zero=False), k, beta, factors, tile)
     query, key = score_forward(reads, writes, factors)
-    inverse = unit_lower_inverse(key)
-    solve = torch.cat([inverse, torch.bmm(query, inverse)], 1)
-    solved = torch.bmm(solve, block.spread(v, zero=False))
-    chunks = _chunks(block, reads, writes, factors, solve)
-    errors = scan_forward(chunks, solved, states)
-    return solved[:, block.chunk :], Kept(factors, k, beta, reads, writes, solve, chunks, errors)
+    enter = (reads * factors.read).view(-1, 2 * block.chunk, k.shape[2])
+    leave = (writes * factors.write[:, :, 0]).view(k.shape)
+    chunks = Chunks(block.sizes, enter, leave, factors.total[..., None], unit_lower_inverse(key))
+    found, errors = scan_forward(chunks, block.spread(v, zero=False).unflatten(1, (-1, tile)), states)
+    outputs = torch.bmm(query, errors)
+    outputs.view(found.shape).add_(found)
+    return outputs, Kept(factors, k, beta, reads, writes, query, chunks, errors)
 
 
 def block_backward(block: Block, kept: Kept, d_o: Tensor, states: Steps, d_state: Tensor) -> tuple[Tensor, ...]:
@@ -65,21 +67,17 @@ def block_backward(block: Block, kept: Kept, d_o: Tensor, states: Steps, d_state
 
     d_state [N * H, K, V], that of the states leaving the block, becomes that of the states entering it.
     """
-    factors, reads, writes, C = kept.factors, kept.reads, kept.writes, block.chunk
+    factors, reads, writes = kept.factors, kept.reads, kept.writes
     d_outputs = block.spread(d_o, zero=True)
-    scan = scan_backward(kept.chunks, d_outputs, kept.errors, states, d_state)
-    d_values = torch.bmm(kept.solve.mT, scan.solved)
-    d_scores = reads.new_empty(*reads.shape[:4], C)
-    d_scores[:, :, 0] = torch.bmm(d_outputs, kept.errors.mT).view_as(d_scores[:, :, 0])
-    torch.neg(torch.bmm(d_values, kept.errors.mT).view_as(d_scores[:, :, 1]), out=d_scores[:, :, 1])
+    gradients = (d_outputs.unflatten(1, writes.shape[1:3]), torch.bmm(kept.query.mT, d_outputs), d_state)
+    scan = scan_backward(kept.chunks, gradients, kept.errors, states)
+    d_scores = torch.bmm(scan.found, kept.errors.mT).view(*reads.shape[:4], block.chunk)
     d_reads, d_writes = score_backward(d_scores, reads, writes, factors)
-    read = factors.read[:, :, 0]
-    d_reads[:, :, 0].addcmul_(scan.read[:, C:].view_as(writes), read)
-    d_reads[:, :, 1].addcmul_(torch.bmm(kept.solve.mT, scan.read).view_as(writes), read, value=-1)
+    d_reads.addcmul_(scan.enter.view_as(d_reads), factors.read)
     d_writes.addcmul_(scan.leave.view_as(d_writes), factors.write[:, :, 0])
     d_g = _decay_gradient(reads, writes, d_reads, d_writes, scan.carried)
     d_q, d_k, d_beta = _token_gradients(d_reads, d_writes, factors, kept.k, kept.beta)
-    return d_q, d_k, d_values, d_g, d_beta
+    return d_q, d_k, scan.values, d_g, d_beta
 
 
 def _token_rows(q: Tensor, k: Tensor, beta: Tensor, factors: Factors, tile: int) -> tuple[Tensor, Tensor]:
@@ -96,21 +94,6 @@ def _token_rows(q: Tensor, k: Tensor, beta: Tensor, factors: Factors, tile: int)
         torch.mul(k, factors.inner, out=reads[:, :, 1])
         writes.div_(factors.inner)
     return reads, writes
-
-
-def _chunks(block: Block, reads: Tensor, writes: Tensor, factors: Factors, solve: Tensor) -> Chunks:
-    """Rows that read the state entering each chunk and write the one leaving it, and the decay between the two.
-
-    Before a key's row reads, the errors are solve @ values; what the state knows of the values reduces them by
-    solve @ keys, and an output adds its query's own reading.
-    """
-    X, K, C = len(reads), reads.shape[-1], block.chunk
-    keys = (reads[:, :, 1] * factors.read[:, :, 0]).view(X, C, K)
-    read = reads.new_zeros(X, 2, *writes.shape[1:])
-    torch.mul(reads[:, :, 0], factors.read[:, :, 0], out=read[:, 1])
-    read = read.view(X, 2 * C, K).baddbmm_(solve, keys, alpha=-1)
-    leave = (writes * factors.write[:, :, 0]).view(X, C, K)
-    return Chunks(block.sizes, read, leave, factors.total[..., None])
 
 
 def _decay_gradient(reads: Tensor, writes: Tensor, d_reads: Tensor, d_writes: Tensor, carried: Tensor) -> Tensor:

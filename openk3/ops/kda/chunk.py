@@ -14,7 +14,7 @@ from openk3.ops.kda.scan import final_states, kept_steps, lay_out_states
 from openk3.ops.norm import at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
 
-_BLOCK_VALUES = 2**20  # of one tensor in a block: about twenty such tensors are in use at once
+_BLOCK_VALUES = 2**21  # of one tensor in a block: about twenty such tensors are in use at once
 
 
 def chunk_kda(

@@ -52,59 +52,69 @@ class Chunks:
     """What the scans need of each chunk and head of a block (X = chunks * H, step by step)."""
 
     sizes: list[int]  # matrices of each step
-    read: Tensor  # [X, 2C, K] what the state entering adds to the errors, then to the outputs
+    enter: Tensor  # [X, 2C, K] rows that read the state entering the chunk: for each tile its queries, then its keys
     leave: Tensor  # [X, C, K] rows that write the state leaving the chunk
     total: Tensor  # [X, K, 1] decay of the whole chunk
+    inverse: Tensor  # [X, C, C] (I + scores of keys)^-1
 
 
-def scan_forward(chunks: Chunks, solved: Tensor, states: Steps) -> Tensor:
+def scan_forward(chunks: Chunks, values: Tensor, states: Steps) -> tuple[Tensor, Tensor]:
     """Walk a block's steps, all sequences side by side, and fill in the states that leave each.
 
-    solved [X, 2C, V] holds errors and outputs as if each chunk began with a state of zeros, and is completed in place:
-    errors are the values corrected by what the state already knew. Returns a copy of the errors [X, C, V].
+    values [X, tiles, tile, V]. Returns what the entering states hold for the queries, like values; and errors
+    [X, C, V], the values corrected by what the state already knew.
     """
-    C = chunks.leave.shape[1]
-    errors = solved.new_empty(len(solved), C, solved.shape[2])
-    rows = (solved, solved[:, :C], errors, chunks.read, chunks.leave.mT, chunks.total)
+    X, num_tiles, tile, V = values.shape
+    found = values.new_empty(X, num_tiles, 2, tile, V)
+    unknown, errors = torch.empty_like(values), values.new_empty(X, num_tiles * tile, V)
+    rows = (values, found[:, :, 1], unknown, found.view(X, -1, V), unknown.view(errors.shape), errors)
+    rows += (chunks.enter, chunks.leave.mT, chunks.total, chunks.inverse)
     parts = zip(states.entering, states.leaving, *(x.split(chunks.sizes) for x in rows))
-    for entering, leaving, both, first, error, read, leave, total in parts:
-        both.baddbmm_(read, entering)
-        error.copy_(first)
+    for entering, leaving, value, known, new, all_found, new_rows, error, enter, leave, total, inverse in parts:
+        torch.bmm(enter, entering, out=all_found)
+        torch.sub(value, known, out=new)
+        torch.bmm(inverse, new_rows, out=error)
         torch.mul(entering, total, out=leaving).baddbmm_(leave, error)
-    return errors
+    return found[:, :, 0], errors
 
 
 @dataclass(frozen=True)
 class ScanGradients:
     """Gradients that the backward scan of a block yields; that of the state is carried on in place."""
 
-    read: Tensor  # [X, 2C, K]
+    enter: Tensor  # [X, 2C, K]
     leave: Tensor  # [X, C, K]
-    solved: Tensor  # [X, 2C, V]
+    values: Tensor  # [X, C, V]
+    found: Tensor  # [X, 2C, V] of what the enter rows read: for each tile the outputs', then minus the values'
     carried: Tensor  # [X, K] of the log decay of the whole chunk, through the state leaving it
 
 
-def scan_backward(chunks: Chunks, d_outputs: Tensor, errors: Tensor, states: Steps, d_state: Tensor) -> ScanGradients:
-    """Walk a block's steps backward in time; d_outputs [X, C, V], errors as `scan_forward` returned them.
+def scan_backward(
+    chunks: Chunks, gradients: tuple[Tensor, Tensor, Tensor], errors: Tensor, states: Steps
+) -> ScanGradients:
+    """Walk a block's steps backward in time.
 
-    d_state [N * H, K, V] is the gradient of the states leaving the block and becomes that of those entering it; a
-    sequence that ends inside finds its final state's gradient in its place.
+    gradients: of the outputs [X, tiles, tile, V]; of the errors through the outputs [X, C, V], used up; and of the
+    states leaving the block [N * H, K, V], which becomes that of the states entering it, where a sequence that ends
+    inside finds its final state's gradient in its place.
     """
-    (X, C, V), K = errors.shape, d_state.shape[1]
-    most = chunks.sizes[0]
-    d_solved = errors.new_empty(X, 2 * C, V)
-    d_solved[:, C:] = d_outputs
-    d_read, d_leave, carried = errors.new_empty(X, 2 * C, K), torch.empty_like(chunks.leave), errors.new_empty(X, K)
-    product, d_error = errors.new_empty(most, K, V), errors.new_empty(most, C, V)
-    rows = (errors, d_solved, d_solved[:, :C], d_read, d_leave, carried, chunks.read.mT, chunks.leave, chunks.total)
+    d_outputs, d_errors, d_state = gradients
+    (X, num_tiles, tile, V), most = d_outputs.shape, chunks.sizes[0]
+    found = errors.new_empty(X, num_tiles, 2, tile, V)
+    found[:, :, 0] = d_outputs
+    d_values, product = torch.empty_like(errors), torch.empty_like(d_state[:most])
+    d_enter, d_leave = torch.empty_like(chunks.enter), torch.empty_like(chunks.leave)
+    carried = errors.new_empty(X, d_leave.shape[2])
+    rows = (errors, d_errors, d_values, d_values.view(d_outputs.shape), found[:, :, 1], found.view(X, -1, V))
+    rows += (d_enter, d_leave, carried, chunks.enter.mT, chunks.leave, chunks.total, chunks.inverse.mT)
     parts = zip(chunks.sizes, states.entering, states.leaving, *(x.split(chunks.sizes) for x in rows))
-    for n, entering, leaving, error, both, first, to_read, to_leave, to_carried, read, leave, total in reversed(
-        list(parts)
-    ):
+    for n, entering, leaving, error, d_error, d_value, d_value_tiles, minus, both, *rest in reversed(list(parts)):
+        to_enter, to_leave, to_carried, enter, leave, total, inverse = rest
         d_leaving = d_state[:n]
         torch.sum(torch.mul(d_leaving, leaving, out=product[:n]), -1, out=to_carried)
         torch.bmm(error, d_leaving.mT, out=to_leave)
-        first.copy_(torch.bmm(leave, d_leaving, out=d_error[:n]))
-        torch.bmm(both, entering.mT, out=to_read)
-        d_leaving.mul_(total).baddbmm_(read, both)
-    return ScanGradients(d_read, d_leave, d_solved, carried)
+        torch.bmm(inverse, d_error.baddbmm_(leave, d_leaving), out=d_value)
+        torch.neg(d_value_tiles, out=minus)
+        torch.bmm(both, entering.mT, out=to_enter)
+        d_leaving.mul_(total).baddbmm_(enter, both)
+    return ScanGradients(d_enter, d_leave, d_values, found.view(X, -1, V), carried)
