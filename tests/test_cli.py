@@ -147,3 +147,22 @@ def test_errors_from_the_outside_leave_one_line(tmp_path: Path) -> None:
     result = openk3("plan", "nothing-here", cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and "nothing-here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["pretrain", "tiny", "--stesp", "3"], "Unrecognized options: --stesp, 3; perhaps you meant --steps "),
+        (["pretrain", "tiny", "--steps", "x"], "Error parsing --steps: invalid literal"),
+        (["quickstart", "--minutes", "abc"], "Error parsing --minutes"),
+        (["tokenizer"], "Expected one of {train, encode}"),
+        (["convert", "source"], "Missing from openk3 convert: TARGET"),
+    ],
+)
+def test_wrong_flags_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong, the nearest flag and where to read more, without the parser's frame; exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        flags.parse(arguments[0], arguments[1:])
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and errors.count("\n") == 1 and said in errors
+    assert errors.startswith("openk3: ") and errors.endswith(f"(see openk3 {arguments[0]} --help)\n")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -205,16 +208,41 @@ COMMANDS: dict[str, Any] = {
 
 
 def parse(name: str, arguments: Sequence[str]) -> Any:
-    """The flags of command `name`. Prints help or the error, with the nearest flag, and exits by itself.
+    """The flags of command `name`. Prints help, or the error in one line with the nearest flag, and exits by itself.
 
     Raises ConfigError for a recipe or a run that does not exist.
     """
     prog, arguments = f"openk3 {name}", list(arguments)
     if name != "pretrain":
-        return tyro.cli(COMMANDS[name], args=arguments, prog=prog, config=(FlagCreatePairsOff,))
+        return _one_line_errors(
+            prog, lambda: tyro.cli(COMMANDS[name], args=arguments, prog=prog, config=(FlagCreatePairsOff,))
+        )
     default = Pretrain(starting_config(arguments))
     arguments = ["--help"] if {"-h", "--help"} & set(arguments) else arguments  # with RECIPE among the flags
-    return tyro.cli(Pretrain, args=arguments, prog=prog, default=default, config=(FlagCreatePairsOff, AvoidSubcommands))
+    config = (FlagCreatePairsOff, AvoidSubcommands)
+    return _one_line_errors(prog, lambda: tyro.cli(Pretrain, args=arguments, prog=prog, default=default, config=config))
+
+
+def _one_line_errors(prog: str, parse: Callable[[], Any]) -> Any:
+    """What `parse` returns. tyro frames its errors in a box of several lines; here they become one."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return parse()
+    except SystemExit as end:
+        if end.code:
+            print(one_line(prog, errors.getvalue()), file=sys.stderr)
+        raise
+
+
+def one_line(prog: str, box: str) -> str:
+    """tyro's framed error as one line: what is wrong, the flags it suggests, and where to read more."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰"]
+    ends = [i for i, line in enumerate(lines) if line and not line.strip("─")]
+    message = " ".join(lines[: ends[0] if ends else None]) or "wrong arguments"
+    near = [word for line in lines for word in line.split()[:1] if word.startswith("--") and word not in message]
+    suggestion = f"; perhaps you meant {' or '.join(dict.fromkeys(near))}" if near else ""
+    return f"openk3: {message}{suggestion} (see {prog} --help)"
 
 
 def starting_config(arguments: Sequence[str]) -> PretrainConfig:

@@ -1,7 +1,7 @@
 """MTPLayer: one more decoder layer that predicts the token after the next one; first a training signal, then a draft.
 
-Structure of the released loaders: an MLA + MoE layer on [norm(embedding of t+1) ; norm(h_t)]. Its depth queries exist
-in the checkpoint layout and do nothing, because the layer reads a single source.
+Report section 4.1.4. Structure of the released loaders: an MLA + MoE layer on [norm(embedding of t+1) ; norm(h_t)].
+Its depth queries exist in the checkpoint layout and do nothing, because the layer reads a single source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One weight matrix per expert over rows sorted by expert; an expert without rows costs nothing."""
+"""One weight matrix per expert over rows sorted by expert; an expert without rows costs nothing.
+
+Report section 2.3, eq. 11: the E_j of the sum over chosen experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""MXFP4: four-bit weights in blocks of 32 with one power-of-two scale each; pack, unpack, fake-quantise."""
+"""MXFP4: four-bit weights in blocks of 32 with one power-of-two scale each; pack, unpack, fake-quantise.
+
+Report section 4.1.4; the released config's `mxfp4-pack-quantized` format.
+"""
 
 from __future__ import annotations
 
