@@ -46,7 +46,7 @@ class Rank:
 
 
 def pick_device(name: str = "auto", rank: Rank | None = None) -> torch.device:
-    """The device called "auto" (a GPU if there is one), "cpu", "cuda" (this rank's GPU) or as torch names it.
+    """The device called "auto" (a GPU if there is one), "cpu", "cuda" (this rank's GPU) or "cuda:1" and the like.
 
     Raises DeviceError if it does not exist here.
     """
@@ -55,7 +55,9 @@ def pick_device(name: str = "auto", rank: Rank | None = None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DeviceError(f"device: {name!r} is not a device; use 'auto', 'cpu' or 'cuda'") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device: {name!r} is not a device that can train or run a K3; use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         index = device.index if device.index is not None else (rank or Rank()).local_rank

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from openk3.config.json_file import JsonError, parse_json
 from openk3.runtime.run_folder import write_atomic
 
 
@@ -35,14 +36,15 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a metrics file, in order; a torn last line is left out."""
+    """Every row of a metrics file, in order; what is no row, such as a torn last line, is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        rows.append(row)
+            row = parse_json(line)
+        except JsonError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import pickle
 import random
@@ -22,7 +24,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from openk3.config.json_file import JsonError, read_file, read_json
 from openk3.config.model import ModelConfig
+from openk3.data.documents import DataError
 from openk3.model.k3 import K3
 from openk3.train.state import TrainState
 
@@ -88,11 +92,12 @@ def load(state: TrainState, path: Path) -> None:
     _fill({**_tensors(state), "balance": balance}, path)
     state.optimizer.publish(state.optimizer.masters)
     state.balance.load_state_dict(balance)
-    if state.loader is not None and extra["loader"] is not None:
-        state.loader.load_state_dict(extra["loader"])
-    for name in ("step", "total_steps", "tokens", "seconds"):
-        setattr(state, name, extra[name])
-    _set_generators(extra["generators"])
+    try:
+        _restore(state, extra)
+    except DataError:
+        raise
+    except Exception as error:  # whatever a damaged or hostile record can cause
+        raise _damaged(path, error) from error
 
 
 def load_weights(model: K3, path: Path) -> None:
@@ -104,27 +109,72 @@ def load_weights(model: K3, path: Path) -> None:
 def _extra(path: Path, config: ModelConfig) -> dict[str, Any]:
     """What a checkpoint holds beside tensors, once it is known to be of this model."""
     try:
-        extra = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint, or damaged ({error})") from None
+        extra = read_json(path / "state.json")
+    except (OSError, JsonError) as error:
+        raise _damaged(path, error) from None
+    if not isinstance(extra, dict):
+        raise _damaged(path, ValueError("state.json holds no object"))
     if extra.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {extra.get('format')!r}; this version reads format {FORMAT}")
-    if extra["model"] != _shapes(config):
+    if extra.get("model") != _shapes(config):
         raise CheckpointError(
             f"{path}: holds another model than this configuration describes; resume with its own run.json"
         )
     return extra
 
 
+def _restore(state: TrainState, extra: dict[str, Any]) -> None:
+    """Everything that is no tensor. Raises ValueError and the like for a record that no checkpoint has."""
+    for name, least in (("step", 0), ("total_steps", 1), ("tokens", 0)):
+        if type(extra[name]) is not int or extra[name] < least:
+            raise ValueError(f"{name} is {extra[name]!r}")
+    if not (isinstance(extra["seconds"], float | int) and 0 <= extra["seconds"] < math.inf):
+        raise ValueError(f"seconds is {extra['seconds']!r}")
+    if state.loader is not None and extra["loader"] is not None:
+        state.loader.load_state_dict(extra["loader"])
+    for name in ("step", "total_steps", "tokens", "seconds"):
+        setattr(state, name, extra[name])
+    _set_generators(extra["generators"])
+
+
 def _fill(tensors: dict[str, Any], path: Path) -> None:
     """Read the named tensors of a checkpoint into the given ones."""
     reader = _Reader(path)
     try:
-        reader.read_metadata()  # torch 2.11's DCP would hide why the index was refused
+        stored = reader.read_metadata().state_dict_metadata  # torch 2.11's DCP would hide why the index was refused
+        _require_same(_flat(tensors), stored, path)
         with _quiet():
             dcp.load(tensors, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except (OSError, CheckpointException, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{path}: damaged ({_reason(error)}); remove it to resume from an earlier one") from error
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:  # whatever damaged or hostile files can cause
+        raise _damaged(path, error) from error
+
+
+def _flat(tensors: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Tensors by the names that DCP gives them."""
+    out: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return out
+
+
+def _require_same(wanted: dict[str, torch.Tensor], stored: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError unless the checkpoint holds every wanted tensor in its shape."""
+    for name, tensor in wanted.items():
+        shape = getattr(stored.get(name), "size", None)
+        if shape is None and name in stored:
+            raise pickle.UnpicklingError(f"{name} is not a tensor")
+        if shape != tensor.shape:
+            found = "does not have" if shape is None else f"has in shape {list(shape)}"
+            raise CheckpointError(
+                f"{path}: was saved under another configuration: {name}, here {list(tensor.shape)}, it {found};"
+                " resume with the number format and balancing it was saved with"
+            )
+
+
+def _damaged(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged ({_reason(error)}); remove it to resume from an earlier one")
 
 
 def _write(state: TrainState, staging: Path) -> None:
@@ -219,8 +269,12 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the stored tensors."""
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        metadata = _MetadataUnpickler(io.BytesIO(read_file(Path(self.path) / ".metadata"))).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"its index is a {type(metadata).__name__}")
+        for info in (metadata.storage_data or {}).values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise pickle.UnpicklingError(f"its index names {info.relative_path!r}, outside the folder")
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -257,5 +311,11 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{Path(os.fsdecode(error.filename)).name}: {error.strerror}"
+    if isinstance(error, JsonError):
+        return str(error).rpartition("state.json: ")[2]
     text = " ".join((error.strerror or str(error) if isinstance(error, OSError) else str(error)).split())
+    if "inline_container" in text:  # torch's archive writer and reader say only where in their source they stopped
+        return "a file ends too early; the disk may be full"
     return text[:200] or type(error).__name__

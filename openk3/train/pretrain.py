@@ -21,10 +21,11 @@ from openk3.runtime.metrics import MetricsLog, StepTimer
 from openk3.runtime.run_folder import RunFolder, write_json
 from openk3.train import checkpoint
 from openk3.train.interrupt import StopSignals
+from openk3.train.opening import Opening, open_run
 from openk3.train.plan import extend, replan
 from openk3.train.state import TrainState
 from openk3.train.step import train_step
-from openk3.train.validate import held_out_batches, token_bytes, validate
+from openk3.train.validate import has_text, held_out_batches, token_bytes, validate
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[TrainState, dict[str, float]], None]
@@ -51,33 +52,40 @@ def pretrain(
     set, without an export. Returns the final state. Raises ConfigError, DataError, TokenizerError or CheckpointError
     for what the user can mend, NonFiniteGradient if the loss diverged.
     """
-    run = _open(config, resume)
-    pools = list(sources) if sources is not None else [Files(path) for path in config.data.paths]
-    if not pools:
-        raise ConfigError("data.paths: nothing to train on; name text files, JSONL files or folders of them")
-    if held_out is None and config.data.held_out_paths:
-        held_out = [Files(path) for path in config.data.held_out_paths]
-    run.path.mkdir(parents=True, exist_ok=True)  # once the data are there, before the work begins
-    train, held = _split(pools, held_out, config)
-    tokenizer = Tokenizer.load(run.tokenizer) if resume else _tokenizer(config, run, tokenizer, train)
-    config = fit_to_tokenizer(config, tokenizer)
-    encoder = Encoder(tokenizer, vision=config.model.vision, max_image_tokens=_max_image_tokens(config))
-    state = TrainState.build(config, _loader(config, train, encoder))
-    saved = checkpoint.latest(run.checkpoints) if resume else None
-    if saved is not None:
-        checkpoint.load(state, saved)
-        if config.minutes:
-            extend(state)  # a planned number of steps is part of the state
-        else:
-            state.total_steps = config.steps
-        log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
-        if state.step >= state.total_steps:
-            log.info("nothing left to train: steps and minutes count from the start of the run, so name more of them")
-    write_json(run.config, config.to_dict())
-    _Loop(run, state, _Validator(config, encoder, held), on_step).run()
-    if not state.interrupted:
-        export(state, run, tokenizer)
-    return state
+    with open_run(config.out, resume=resume) as opening:
+        run = opening.run
+        pools = list(sources) if sources is not None else [Files(path) for path in config.data.paths]
+        if not pools:
+            raise ConfigError("data.paths: nothing to train on; name text files, JSONL files or folders of them")
+        if held_out is None and config.data.held_out_paths:
+            held_out = [Files(path) for path in config.data.held_out_paths]
+        train, held = _split(pools, held_out, config)
+        tokenizer = Tokenizer.load(run.tokenizer) if resume else _tokenizer(config, run, tokenizer, train)
+        config = fit_to_tokenizer(config, tokenizer)
+        encoder = Encoder(tokenizer, vision=config.model.vision, max_image_tokens=_max_image_tokens(config))
+        state = TrainState.build(config, _loader(config, train, encoder))
+        if resume:
+            _resume(state, run)
+        write_json(run.config, config.to_dict())
+        _Loop(opening, state, _Validator(config, encoder, held), on_step).run()
+        if not state.interrupted:
+            export(state, run, tokenizer)
+        return state
+
+
+def _resume(state: TrainState, run: RunFolder) -> None:
+    """Put the newest checkpoint into `state`, if there is one; the schedule is the configuration's."""
+    saved, config = checkpoint.latest(run.checkpoints), state.config
+    if saved is None:
+        return
+    checkpoint.load(state, saved)
+    if config.minutes:
+        extend(state)  # a planned number of steps is part of the state
+    else:
+        state.total_steps = config.steps
+    log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
+    if state.step >= state.total_steps:
+        log.info("nothing left to train: steps and minutes count from the start of the run, so name more of them")
 
 
 def export(state: TrainState, run: RunFolder, tokenizer: Tokenizer) -> None:
@@ -99,17 +107,6 @@ def fit_to_tokenizer(config: PretrainConfig, tokenizer: Tokenizer) -> PretrainCo
         media_placeholder_token_id=special["<|media_pad|>"],
     )
     return dataclasses.replace(config, model=model)
-
-
-def _open(config: PretrainConfig, resume: bool) -> RunFolder:
-    if not config.out:
-        raise ConfigError("out: name the run folder to write")
-    run = RunFolder.at(config.out)
-    if resume and not run.is_run:
-        raise ConfigError(f"{run.path}: no run to resume there (no {run.config.name})")
-    if not resume and run.is_run:
-        raise ConfigError(f"{run.path}: already holds a run; resume it, or choose another folder")
-    return run
 
 
 def _split(
@@ -178,6 +175,10 @@ class _Validator:
                 max_tokens=limit,
             )
             self._batches = (seq_len, batches)
+        if not has_text(self._batches[1], self._token_bytes_V):
+            log.warning("the held-out documents hold no text to predict: no validation")
+            self.held = None
+            return {}
         result = validate(state.model, self._batches[1], self._token_bytes_V)
         return {"val_loss": result.loss, "val_bpb": result.bits_per_byte}
 
@@ -185,10 +186,11 @@ class _Validator:
 class _Loop:
     """Steps until the schedule ends or a signal asks to stop."""
 
-    def __init__(self, run: RunFolder, state: TrainState, validator: _Validator, on_step: OnStep | None) -> None:
-        self.folder, self.state, self.validator, self.on_step = run, state, validator, on_step
+    def __init__(self, opening: Opening, state: TrainState, validator: _Validator, on_step: OnStep | None) -> None:
+        self.opening, self.folder = opening, opening.run
+        self.state, self.validator, self.on_step = state, validator, on_step
         self.config = state.config
-        self.metrics = MetricsLog(run.metrics, keep_through=state.step)
+        self.metrics = MetricsLog(self.folder.metrics, keep_through=state.step)
         self.timer = StepTimer()
         self.before = state.seconds
         self.outside = 0.0  # seconds per step spent on validation, checkpoints and the caller's part
@@ -201,6 +203,7 @@ class _Loop:
             first, busy = state.step, 0.0
             while state.step < state.total_steps and not signals.requested:
                 values = self._step()
+                self.opening.started = True
                 busy += values["seconds"]
                 elapsed = time.perf_counter() - began
                 state.seconds, self.outside = self.before + elapsed, (elapsed - busy) / (state.step - first)

@@ -61,6 +61,11 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor:
     return torch.tensor(lengths + [0] * (tokenizer.vocab_size - tokenizer.num_ranks))
 
 
+def has_text(batches: Sequence[Packed], token_bytes_V: Tensor) -> bool:
+    """Whether some batch has a text token to predict, which `validate` needs."""
+    return any(bool((_text_only(packed, token_bytes_V).shifted_labels() != IGNORE).any()) for packed in batches)
+
+
 @torch.no_grad()
 def validate(model: K3, batches: Sequence[Packed], token_bytes_V: Tensor) -> Validation:
     """Loss over the text targets of `batches`; control tokens, which stand for no bytes, are left out.

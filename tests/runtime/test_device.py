@@ -29,8 +29,9 @@ def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
     with pytest.raises(DeviceError, match="asks for GPU 0, this machine has 0; use 'cpu'"):
         pick_device("cuda")
-    with pytest.raises(DeviceError, match="'gpu' is not a device"):
-        pick_device("gpu")
+    for name in ("gpu", "meta", "mps", "xla", "", "cpu:x"):
+        with pytest.raises(DeviceError, match=f"'{name}' is not a device"):
+            pick_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert pick_device("auto", Rank(6, 2, 8)) == torch.device("cuda", 2) and pick_device("cuda:3").index == 3

@@ -25,6 +25,16 @@ def test_lines_and_resume(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[3]["loss"] == 0.5
 
 
+def test_what_is_no_row_is_left_out(tmp_path: Path) -> None:
+    """Bytes that are no text, JSON that is no row, nesting without end: the rows around them stay."""
+    path = tmp_path / "metrics.jsonl"
+    rubbish = [b"\xff\xfe", b"[1]", b"3", b'{"loss": 1}', b'{"step": "2"}', b"[" * 100_000, b""]
+    path.write_bytes(b"\n".join([b'{"step": 1}', *rubbish, b'{"step": 2}', b'{"st']))
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    MetricsLog(path, keep_through=1)
+    assert read_metrics(path) == [{"step": 1}]
+
+
 def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     """Step 0 keeps nothing."""
     path = tmp_path / "metrics.jsonl"

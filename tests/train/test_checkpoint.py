@@ -17,6 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from small_models import random_batch, small_model, small_run
 
+from openk3.config.train import BalanceConfig
+from openk3.data.documents import DataError, Encoder
+from openk3.data.loader import Loader
+from openk3.data.sources import Records
+from openk3.inputs.tokenizer import Tokenizer
 from openk3.optim.quantile_balance import Histogram
 from openk3.train import checkpoint
 from openk3.train.checkpoint import CheckpointError
@@ -39,6 +44,12 @@ def assert_same(one: TrainState, two: TrainState) -> None:
     for name, value in first.items():
         assert value.dtype == second[name].dtype and torch.equal(value, second[name]), name
     assert (one.step, one.tokens, one.total_steps) == (two.step, two.tokens, two.total_steps)
+
+
+def loader_of(text: str) -> Loader:
+    """A loader of one document."""
+    encoder = Encoder(Tokenizer({bytes([b]): b for b in range(256)}))
+    return Loader([Records("r", [{"text": text}])], encoder, batch_tokens=64, micro_batch_tokens=64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -168,6 +179,76 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps({**extra, "format": 99}))
     with pytest.raises(CheckpointError, match="format 99; this version reads format 1"):
         checkpoint.load(state, path)
+
+
+WRONG_RECORDS = [
+    "null",
+    "[1]",
+    "[" * 100_000,
+    {"step": "3"},
+    {"step": -1},
+    {"total_steps": 0},
+    {"tokens": 1.5},
+    {"seconds": None},
+    {"seconds": -1.0},
+    {"generators": {}},
+    {"generators": None},
+    {"generators": {"python": [3, [1, 2], None]}},
+    {"loader": {"streams": [{}], "pending": []}},
+    {"loader": {"streams": [], "pending": [[9, 9, 9, 9, 9, 9]]}},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_RECORDS)
+def test_a_wrong_record_beside_the_tensors_is_one_error(tmp_path: Path, wrong: Any) -> None:
+    """Whatever its JSON holds, from nothing to nonsense."""
+    state = TrainState.build(small_run())
+    state.loader = loader_of("one")
+    path = checkpoint.save(state, tmp_path)
+    extra = json.loads((path / "state.json").read_text())
+    if isinstance(wrong, dict) and "loader" in wrong:
+        wrong = {"loader": extra["loader"] | wrong["loader"] | {"fingerprint": state.loader.fingerprint}}
+    (path / "state.json").write_text(json.dumps(extra | wrong) if isinstance(wrong, dict) else wrong)
+    with pytest.raises(CheckpointError, match=r"step-00000000: damaged \(.*remove it to resume from an earlier one"):
+        checkpoint.load(state, path)
+
+
+def test_other_documents_are_no_damage(tmp_path: Path) -> None:
+    """The loader's own error says what to do."""
+    state = TrainState.build(small_run())
+    state.loader = loader_of("one")
+    path = checkpoint.save(state, tmp_path)
+    state.loader = loader_of("two")
+    with pytest.raises(DataError, match="the training documents, weights or seed changed"):
+        checkpoint.load(state, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"dtype": "bfloat16"}, r"optimizer\.master\."), ({"balance": BalanceConfig(bins=7)}, r"balance\.1\.counts")],
+)
+def test_other_settings_are_no_damage(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
+    """Nobody should remove a sound checkpoint because a flag changed; nothing is loaded half-way."""
+    path = checkpoint.save(TrainState.build(small_run()), tmp_path)
+    other = TrainState.build(small_run(**changes))
+    before = contents(other)
+    with pytest.raises(CheckpointError, match=rf"was saved under another configuration: {name}"):
+        checkpoint.load(other, path)
+    assert all(torch.equal(value, before[name]) for name, value in contents(other).items())
+
+
+def test_an_index_may_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    """Nor be anything but an index."""
+    path = checkpoint.save(TrainState.build(small_run()), tmp_path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../elsewhere"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        checkpoint.load(TrainState.build(small_run()), path)
+    (path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="its index is a dict"):
+        checkpoint.load(TrainState.build(small_run()), path)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -273,6 +273,15 @@ def test_what_is_refused(whole: TrainState, corpus: Path, tmp_path: Path) -> Non
         pretrain(changed, resume=True)
 
 
+def test_held_out_documents_without_text(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run is not lost at its end because there is nothing to validate on."""
+    config = dataclasses.replace(config_of(corpus, tmp_path / "run"), steps=2)
+    held_out = [Records("held", [{"text": ""}] * 3)]
+    assert pretrain(config, held_out=held_out, tokenizer=TOKENIZER).step == 2
+    assert "val_bpb" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert "no text to predict: no validation" in caplog.text
+
+
 def test_exported_mxfp4_experts_are_the_fake_quantised_ones(whole: TrainState, tmp_path: Path) -> None:
     """M04: what an MXFP4 export loads as is what fake quantisation of the trained weights computes, bit for bit."""
     whole.model.save_pretrained(tmp_path / "mxfp4", experts="mxfp4")
