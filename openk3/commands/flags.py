@@ -237,10 +237,13 @@ def _one_line_errors(prog: str, parse: Callable[[], Any]) -> Any:
 
 def one_line(prog: str, box: str) -> str:
     """tyro's framed error as one line: what is wrong, the flags it suggests, and where to read more."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line[:1] not in "╭╰"]
-    ends = [i for i, line in enumerate(lines) if line and not line.strip("─")]
-    message = " ".join(lines[: ends[0] if ends else None]) or "wrong arguments"
-    near = [word for line in lines for word in line.split()[:1] if word.startswith("--") and word not in message]
+    lines = [line.strip("│| ") for line in box.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and (line[0] in "╭╰" or not line.strip("─-"))]
+    # The first rule lies under or in the title, which repeats what follows; a terminal without UTF-8 has plain dashes.
+    start, end = (rules + [-1, len(lines)])[:2] if len(rules) != 1 else (rules[0], len(lines))
+    message = " ".join(lines[start + 1 : end]).strip() or "wrong arguments"
+    first = [line.split()[0] for line in lines if line]
+    near = [word for word in first if word.startswith("--") and word.strip("-") and word not in message]
     suggestion = f"; perhaps you meant {' or '.join(dict.fromkeys(near))}" if near else ""
     return f"openk3: {message}{suggestion} (see {prog} --help)"
 
