@@ -6,15 +6,16 @@ import base64
 import binascii
 import codecs
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 import tokenizers
+
+from openk3.config.json_file import JsonError, read_file, read_json
+from openk3.runtime.run_folder import write_atomic
 
 NUM_SPECIAL = 256
 MAX_CHARS = 400_000  # text is cut into pieces of this many characters before BPE
@@ -87,7 +88,7 @@ class Tokenizer:
         path = path / RANKS_FILE if path.is_dir() else path
         ranks = read_ranks(path)
         config = path.with_name(CONFIG_FILE)
-        special = _read_special(config, len(ranks)) if config.is_file() else None
+        special = _read_special(config, len(ranks)) if config.exists() else None
         return cls(ranks, special)
 
     @classmethod
@@ -104,7 +105,7 @@ class Tokenizer:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in self._ranks.items()]
-        _write(directory / RANKS_FILE, b"".join(lines))
+        write_atomic(directory / RANKS_FILE, lambda path: path.write_bytes(b"".join(lines)))
         named = {name: i for name, i in self.special.items() if name != _reserved(i)}
         config = {
             "tokenizer_class": "TikTokenTokenizer",
@@ -114,7 +115,8 @@ class Tokenizer:
             "pad_token": "[PAD]",
             "unk_token": "[UNK]",
         }
-        _write(directory / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+        text = json.dumps(config, indent=2) + "\n"
+        write_atomic(directory / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: names of control tokens in it are ordinary characters, so no id is a special one."""
@@ -183,6 +185,15 @@ def special_tokens(num_ranks: int) -> dict[str, int]:
     return {names.get(i - num_ranks, _reserved(i)): i for i in ids}
 
 
+def well_formed(text: str) -> str:
+    """Text that has UTF-8 bytes: half a surrogate pair becomes U+FFFD, as `encode` reads it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def split_text(text: str) -> Iterator[str]:
     """Cut text at 400,000 characters and runs of (non-)whitespace at 25,000, as the released tokenizer does."""
     for first in range(0, len(text), MAX_CHARS):
@@ -212,7 +223,7 @@ def train_bpe(texts: Iterable[str], num_ranks: int, *, progress: bool = False) -
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    model.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer)
+    model.train_from_iterator((piece for text in texts for piece in split_text(well_formed(text))), trainer)
     return model
 
 
@@ -229,11 +240,13 @@ def read_ranks(path: str | Path) -> dict[bytes, int]:
     """Read and check a tiktoken rank file. Raises TokenizerError naming the file and line."""
     path = Path(path)
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_file(path).splitlines()
     except FileNotFoundError:
         raise TokenizerError(f"{path}: no such file; expected a tiktoken rank file") from None
     except OSError as error:
         raise TokenizerError(f"{path}: cannot be read ({error.strerror})") from None
+    except JsonError as error:
+        raise TokenizerError(str(error)) from None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -254,7 +267,7 @@ def read_ranks(path: str | Path) -> dict[bytes, int]:
 
 def _read_rank(line: bytes, where: str) -> tuple[bytes, int]:
     fields = line.split()
-    if len(fields) != 2 or not fields[1].isdigit():
+    if len(fields) != 2 or not fields[1].isdigit() or len(fields[1]) > 9:
         raise TokenizerError(f"{where}: expected a base64 token and its rank, got {line[:40]!r}")
     try:
         token = base64.b64decode(fields[0], validate=True)
@@ -267,21 +280,22 @@ def _read_rank(line: bytes, where: str) -> tuple[bytes, int]:
 
 def _read_special(path: Path, num_ranks: int) -> dict[str, int]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path}: not valid JSON ({error})") from None
+        config = read_json(path)
+    except JsonError as error:
+        raise TokenizerError(str(error)) from None
     entries: Any = config.get("added_tokens_decoder") or {} if isinstance(config, dict) else None
     if not isinstance(entries, dict):
         raise TokenizerError(f"{path}: added_tokens_decoder must map token ids to tokens")
     names = {i: name for name, i in special_tokens(num_ranks).items()}
+    ids = {str(i): i for i in names}
     for key, entry in entries.items():
         name = entry.get("content") if isinstance(entry, dict) else None
-        if not key.isdecimal() or int(key) not in names or not isinstance(name, str) or not name:
+        if key not in ids or not isinstance(name, str) or not name or name != well_formed(name):
             last = num_ranks + NUM_SPECIAL - 1
             raise TokenizerError(
-                f"{path}: added_tokens_decoder.{key}: expected an id in {num_ranks}..{last} with its content"
+                f"{path}: added_tokens_decoder.{key[:40]}: expected an id in {num_ranks}..{last} with its content"
             )
-        names[int(key)] = name
+        names[ids[key]] = name
     special = {name: i for i, name in names.items()}
     if len(special) != NUM_SPECIAL:
         raise TokenizerError(f"{path}: added_tokens_decoder gives one name to two ids")
@@ -300,16 +314,3 @@ def _byte_letters() -> dict[str, int]:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in visible]
     return {chr(b): b for b in visible} | {chr(0x100 + n): b for n, b in enumerate(hidden)}
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write through a temporary name in the same folder, so that no half-written file ever has the real name."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -1,7 +1,9 @@
 """Tokenizer: split pattern, specials, training, files, control-token safety and streaming."""
 
 import base64
+import errno
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -133,13 +135,13 @@ def test_a_failed_save_leaves_the_old_file(small, tmp_path, monkeypatch):
     before = (tmp_path / "tiktoken.model").read_bytes()
 
     def broken(source, target):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(tk.os, "replace", broken)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match=r"disk full.*tiktoken\.model"):
         Tokenizer(BYTES | {b"ab": 256}).save(tmp_path)
     assert (tmp_path / "tiktoken.model").read_bytes() == before
-    assert not list(tmp_path.glob("*.tmp"))
+    assert sorted(os.listdir(tmp_path)) == ["tiktoken.model", "tokenizer_config.json"]
 
 
 ROWS = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
@@ -150,6 +152,7 @@ ROWS = b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     [
         (ROWS + b"YWI=\n", "tiktoken.model:257: expected a base64 token and its rank"),
         (ROWS + b"YWI= x\n", "tiktoken.model:257: expected a base64 token"),
+        (ROWS + b"YWI= " + b"9" * 5000, "tiktoken.model:257: expected a base64 token"),
         (ROWS + b"YWI= -1\n", "tiktoken.model:257: expected a base64 token"),
         (ROWS + b"Y*I= 256\n", "tiktoken.model:257: .* is not base64"),
         (ROWS + b"YWI= 256\nYWI= 257\n", "tiktoken.model:258: token b'ab' was already given rank 256"),
@@ -175,6 +178,9 @@ def test_broken_rank_files_are_named_with_the_line(data, words, tmp_path):
         ('{"added_tokens_decoder": {"5": {"content": "x"}}}', "added_tokens_decoder.5: expected an id in 256..511"),
         ('{"added_tokens_decoder": {"x": {"content": "x"}}}', "added_tokens_decoder.x"),
         ('{"added_tokens_decoder": {"300": {}}}', "added_tokens_decoder.300"),
+        ('{"added_tokens_decoder": {"' + "9" * 5000 + '": {"content": "x"}}}', "added_tokens_decoder.999"),
+        ('{"added_tokens_decoder": {"300": {"content": "\\ud800"}}}', "added_tokens_decoder.300"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"added_tokens_decoder": {"300": {"content": "a"}, "301": {"content": "a"}}}', "one name to two ids"),
         ('{"added_tokens_decoder": {"259": {"content": "<|im_user|>"}}}', "<|open|> must be id 259; this is not a K3"),
     ],
@@ -185,6 +191,20 @@ def test_broken_configs_are_named(config, words, tmp_path):
     with pytest.raises(TokenizerError) as error:
         Tokenizer.load(tmp_path)
     assert words in str(error.value) and "tokenizer_config.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_no_file_is_named(small, tmp_path):
+    """A folder or a pipe in place of either file is not passed over, and not waited for."""
+    small.save(tmp_path)
+    for name in ("tokenizer_config.json", "tiktoken.model"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(TokenizerError, match=f"{name}: not an ordinary file"):
+            Tokenizer.load(tmp_path)
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+        with pytest.raises(TokenizerError, match=f"{name}: not an ordinary file"):
+            Tokenizer.load(tmp_path)
 
 
 def test_a_config_may_name_reserved_tokens(tmp_path):
@@ -223,7 +243,10 @@ def test_user_text_never_becomes_a_control_token(trained, text):
 
 
 def test_lone_surrogates_do_not_crash(small):
-    assert "�" in small.decode(small.encode("a\ud800b"))
+    """Half a pair is one U+FFFD, in training as in encoding; two halves are the character they spell."""
+    for text, want in (("a\ud800b", "a\ufffdb"), ("\udce9", "\ufffd"), ("\ud83d\ude00", "😀"), ("é", "é")):
+        assert tk.well_formed(text) == want == small.decode(small.encode(text))
+    assert Tokenizer.train(["ab\ud800" * 9], 600)._ranks == Tokenizer.train(["ab\ufffd" * 9], 600)._ranks
 
 
 def definition_of_cuts(text):
