@@ -7,13 +7,14 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from openk3.config.model import ConfigError, VisionConfig
-from openk3.inputs.chat import ChatError, encode_chat, image_prompt, render
+from openk3.inputs.chat import ChatError, Segment, encode_chat, image_prompt, render
 from openk3.inputs.images import ImageError, MediaConfig, preprocess_image
 from openk3.inputs.tokenizer import Tokenizer
 
@@ -91,6 +92,7 @@ class Encoder:
         """`vision` None refuses records with images; larger images are scaled down to `max_image_tokens`."""
         self.tokenizer = tokenizer
         self.images = None if vision is None else MediaConfig(in_patch_limit=MERGE * max_image_tokens)
+        self.max_image_tokens = max_image_tokens
         special = tokenizer.special
         self.bos, self.eos = special["[BOS]"], special["[EOS]"]
         self.media_pad = special["<|media_pad|>"]
@@ -118,14 +120,8 @@ class Encoder:
         return self._document(record.where, [*before, *text, self.eos], targets, images)
 
     def _conversation(self, record: Record) -> Document:
-        fields = record.fields
-        images, sizes = self._load(record, fields.get("images") or _images_in(fields["messages"]))
-        options = {name: fields[name] for name in ("tools", "thinking", "effort") if name in fields}
-        options["image_prompts"] = [image_prompt(*size) for size in sizes]
-        try:
-            segments = render(fields["messages"], add_generation_prompt=False, **options)
-        except ChatError as error:
-            raise DataError(f"{record.where}: {error}") from None
+        images, sizes = self._load(record, conversation_images(record))
+        segments = _rendered(record, [image_prompt(*size) for size in sizes])
         ids, mask = encode_chat(self.tokenizer, segments)
         return self._document(record.where, ids, mask, images)
 
@@ -136,7 +132,8 @@ class Encoder:
         items, sizes = [], []
         for image in given:
             try:
-                patches = preprocess_image(_given(image, record.folder), self.images)
+                given_image = _given(image, record.folder)
+                patches = preprocess_image(given_image, self.images, max_tokens=self.max_image_tokens)
             except ImageError as error:
                 raise DataError(f"{record.where}: {error}") from None
             items.append(patches.media)
@@ -168,6 +165,71 @@ def _given(image: Any, folder: Path) -> Any:
     return folder / image if isinstance(image, str | Path) else image
 
 
+def check_record(record: Record) -> None:
+    """Raise DataError for whatever would keep the record from being encoded, but for the pixels of its images.
+
+    Conversations are rendered and image files looked for, so that a wrong line is found before training starts.
+    """
+    kind, images = record_kind(record), []
+    if kind == "messages":
+        images = conversation_images(record)
+        _rendered(record, [image_prompt(1, 1)] * len(images))
+    elif kind == "image":
+        given = record.fields["image"]
+        images = given if isinstance(given, list | tuple) else [given]
+        if not images:
+            raise DataError(f"{record.where}: 'image' is an empty list; name at least one")
+    for image in images:
+        if image is None or isinstance(image, Mapping | Number | list | tuple):
+            raise DataError(f"{record.where}: an image is a path or a data URI, got {type(image).__name__}")
+        named = isinstance(image, Path) or (isinstance(image, str) and not image.startswith("data:"))
+        if named and not _is_file(record.folder / image):
+            raise DataError(f"{record.where}: {record.folder / image}: no such file")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def conversation_images(record: Record) -> Sequence[Any]:
+    """The images of a conversation, one for each image part: "images", or what the parts hold under "image".
+
+    Raises DataError if their numbers differ.
+    """
+    parts = _media_parts(record.fields["messages"])
+    images = record.fields.get("images")
+    if images is not None and not isinstance(images, list | tuple):
+        raise DataError(f"{record.where}: 'images' must be a list with one image per image part")
+    if not images:
+        images = [part["image"] for part in parts if "image" in part]
+    if any(part.get("type") == "video" for part in parts):
+        raise DataError(f"{record.where}: has a video part; records hold text and images only")
+    if len(images) != len(parts):
+        raise DataError(
+            f"{record.where}: {len(images)} images for {len(parts)} image parts;"
+            " name each in its part under 'image', or all in order in 'images'"
+        )
+    return images
+
+
+def _rendered(record: Record, prompts: Sequence[str]) -> list[Segment]:
+    """The segments of a conversation. Raises DataError naming what is wrong in it."""
+    fields = record.fields
+    options = {name: fields[name] for name in ("tools", "thinking", "effort") if name in fields}
+    if not isinstance(options.get("thinking", True), bool):
+        raise DataError(f"{record.where}: 'thinking' must be true or false, got {options['thinking']!r}")
+    for part in _media_parts(fields["messages"]):
+        if "size" in part:
+            raise DataError(f"{record.where}: an image part has a 'size'; leave it out, the image's own is used")
+    try:
+        return render(fields["messages"], add_generation_prompt=False, image_prompts=list(prompts), **options)
+    except ChatError as error:
+        raise DataError(f"{record.where}: {error}") from None
+
+
 def record_kind(record: Record) -> str:
     """'text', 'messages' or 'image', once the record's fields are sound. Raises DataError naming the record."""
     fields, where = record.fields, record.where
@@ -185,11 +247,12 @@ def record_kind(record: Record) -> str:
     return kind
 
 
-def _images_in(messages: Sequence[Any]) -> list[Any]:
-    """What the image parts of a conversation hold under "image", in order."""
+def _media_parts(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """The image and video parts of a conversation, in order."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image"] for part in parts if isinstance(part, Mapping) and "image" in part]
+    kinds = ("image", "image_url", "video")
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") in kinds]
 
 
 def record_texts(record: Record) -> Iterator[str]:

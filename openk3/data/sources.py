@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from openk3.data.documents import DataError, Document, Encoder, Record, record_kind, record_texts
+from openk3.config.json_file import JsonError, parse_json
+from openk3.data.documents import DataError, Document, Encoder, Record, check_record, record_texts
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 PIECE_BYTES = 1 << 18  # a longer text file is several records, cut at line ends
@@ -72,7 +73,7 @@ class Files:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.root = Path(path).expanduser()
+        self.root = Path(os.path.expanduser(path))
         self.name = str(path)
         self.places: list[Place] = []
         self.left_out: list[str] = []
@@ -138,7 +139,7 @@ class Records:
             raise DataError(f"{name}: {len(self.keys)} keys for {len(records)} records")
         self._digest = hashlib.blake2b(digest_size=16)
         for fields, key in zip(records, self.keys, strict=True):
-            record_kind(Record(fields, key))
+            check_record(Record(fields, key))
             _digest_value(self._digest, [key, fields])
 
     def __len__(self) -> int:
@@ -246,6 +247,8 @@ def _files(root: Path) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise DataError(f"{root}: no such file or folder")
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise DataError(f"{root}: may not be read; change its permissions, or name another folder")
     found = [path for suffix in (*TEXT_SUFFIXES, ".jsonl") for path in root.rglob(f"*{suffix}")]
     visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
     return sorted(path for path in visible if path.is_file())
@@ -258,7 +261,7 @@ def _lines(data: mmap.mmap, file: Path, relative: str) -> list[Place]:
     while line := data.readline():
         number += 1
         if line.strip():
-            record_kind(Record(_parse(line, f"{file}:{number}"), f"{file}:{number}"))
+            check_record(Record(_parse(line, f"{file}:{number}"), f"{file}:{number}", file.parent))
             places.append(Place(file, f"{relative}:{number}", start, start + len(line)))
         start += len(line)
     return places
@@ -289,8 +292,8 @@ def _pieces(data: mmap.mmap, file: Path, relative: str) -> list[Place]:
 
 def _parse(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        return json.loads(line)
-    except ValueError as error:
+        return parse_json(line)
+    except JsonError as error:
         raise DataError(f"{where}: not valid JSON ({error})") from None
 
 

@@ -96,7 +96,7 @@ def render(
         elif role != "user" and message.get("tools"):
             writer.system("tool-declare", NEW_TOOLS_TEXT + _fenced(_objects(message["tools"], f"{where}.tools")))
         else:
-            writer.message(_named("system" if role == "developer" else role, message), message, where)
+            writer.message(_named("system" if role == "developer" else role, message, where), message, where)
     _one_shot_options(writer, tool_choice, response_format)
     if add_generation_prompt:
         writer.open("message", [("role", "assistant")])
@@ -201,6 +201,8 @@ class _Writer:
                 raise ChatError(f"{where}.size: expected [width, height] of the original image, got {size!r}")
             return image_prompt(*size)
         if "timestamps" in part and part["type"] == "video":
+            if not isinstance(part["timestamps"], (list, tuple)):
+                raise ChatError(f"{where}.timestamps: expected a list of times hh:mm:ss.fff, one for each chunk")
             prompt = video_prompt(part["timestamps"])
         elif self.prompts is None:
             return IMAGE_PLACEHOLDER
@@ -214,7 +216,7 @@ class _Writer:
 
 
 def _assistant(writer: _Writer, message: dict[str, Any], where: str, thinking: bool) -> None:
-    writer.open("message", _named("assistant", message))
+    writer.open("message", _named("assistant", message, where))
     writer.assistant = True
     if thinking:
         writer.open("think")
@@ -345,8 +347,10 @@ def _reasoning(message: dict[str, Any], where: str) -> str:
     return reasoning
 
 
-def _named(role: str, message: dict[str, Any]) -> list[tuple[str, Any]]:
+def _named(role: str, message: dict[str, Any], where: str) -> list[tuple[str, Any]]:
     name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise ChatError(f"{where}.name: expected text, got {type(name).__name__}")
     return [("role", role), ("name", name)] if name else [("role", role)]
 
 
@@ -360,6 +364,6 @@ def _fenced(value: Any) -> str:
     """Compact JSON with keys sorted at every depth, in a fence."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ChatError(f"tools or schema: not JSON ({error})") from None
     return f"```json\n{text}\n```"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from openk3.config.json_file import JsonError, parse_json
 from openk3.inputs.chat_turn import Event, Turn
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.inputs.xtml import (
@@ -329,6 +329,6 @@ def _read_option(conversation: Conversation, kind: str, body: str) -> None:
 
 def _unfenced(text: str, kind: str) -> Any:
     try:
-        return json.loads(text.removeprefix("```json\n").removesuffix("\n```"))
-    except ValueError as error:
+        return parse_json(text.removeprefix("```json\n").removesuffix("\n```"))
+    except JsonError as error:
         raise ChatError(f"{kind}: not JSON ({error})") from None

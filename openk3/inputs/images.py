@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 import os
 import warnings
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from openk3.config.json_file import JsonError, read_json
 from openk3.inputs.xtml import image_prompt
 
 Pixels = np.ndarray  # float32 [patches, 3, patch, patch]
@@ -51,20 +51,27 @@ class MediaConfig:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             kind = {"int": int, "float": (int, float)}.get(str(spec.type))
-            if kind and (isinstance(value, bool) or not isinstance(value, kind) or not value > 0):
-                raise ImageError(f"media_proc_cfg.{spec.name}: must be positive, got {value!r}")
+            if kind and (isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= _MOST):
+                raise ImageError(f"media_proc_cfg.{spec.name}: must be positive, got {value!r}"[:200])
+        for name in ("image_mean", "image_std"):
+            colors = getattr(self, name)
+            if len(colors) != 3 or not all(isinstance(c, int | float) and abs(c) <= _MOST for c in colors):
+                raise ImageError(f"media_proc_cfg.{name}: expected one value per colour, got {list(colors)!r}"[:200])
         if self.merge_kernel_size != 2 or self.temporal_merge_kernel_size > 4:
             raise ImageError("media_proc_cfg: K3 merges 2x2 patches and at most 4 frames")
-        if len(self.image_mean) != 3 or len(self.image_std) != 3 or 0 in self.image_std:
-            raise ImageError("media_proc_cfg: image_mean and image_std need one value per colour, std not zero")
+        if 0 in self.image_std:
+            raise ImageError("media_proc_cfg.image_std: must not be zero")
+        if max(self.chessboard_white_value, self.chessboard_gray_value) > 255:
+            raise ImageError("media_proc_cfg: the chessboard's values must lie in 1..255")
         if self.patch_limit_on_one_side % 2:
             raise ImageError("media_proc_cfg.patch_limit_on_one_side: must be even, for patches merge 2x2")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MediaConfig:
         """Read a `media_proc_cfg`, or a whole preprocessor_config. Raises ImageError naming what K3 does not have."""
-        data = data.get("media_proc_cfg", data)
+        data = _object(_object(data, "preprocessor_config").get("media_proc_cfg", data), "media_proc_cfg")
         board = data.get("transparent_bg_config") or _RELEASED["transparent_bg_config"]
+        board = _object(board, "media_proc_cfg.transparent_bg_config")
         for name, value in _RELEASED.items():
             if name != "transparent_bg_config" and data.get(name, value) != value:
                 raise ImageError(f"media_proc_cfg.{name}: {data[name]!r} is not supported (expected {value!r})")
@@ -74,7 +81,8 @@ class MediaConfig:
         given = {name: value for name, value in {**data, **board}.items() if name in names}
         for name in ("image_mean", "image_std"):
             if name in given:
-                given[name] = tuple(given[name])
+                colors = given[name]
+                given[name] = tuple(colors) if isinstance(colors, list | tuple) else (colors,)
         return cls(**given)
 
     @classmethod
@@ -83,11 +91,12 @@ class MediaConfig:
         path = Path(path)
         path = path / "preprocessor_config.json" if path.is_dir() else path
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            return cls.from_dict(data)
+            return cls.from_dict(read_json(path))
         except FileNotFoundError:
             raise ImageError(f"{path}: no such file; expected a preprocessor_config.json") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except JsonError as error:
+            raise ImageError(str(error)) from None
+        except ImageError as error:
             raise ImageError(f"{path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,6 +108,13 @@ class MediaConfig:
         return {"media_proc_cfg": {**media, "image_mean": list(self.image_mean), "image_std": list(self.image_std)}}
 
 
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ImageError(f"{name}: expected an object, got {value!r}"[:200])
+    return value
+
+
+_MOST = 2**40  # of any number in a configuration
 _RELEASED: dict[str, Any] = {
     "fixed_output_tokens": None,
     "timestamp_mode": "hh:mm:ss.fff",
@@ -140,19 +156,25 @@ class ImagePatches(NamedTuple):
         return self.grid_thw[1] * self.grid_thw[2] // 4
 
 
-def preprocess_image(source: Any, config: MediaConfig | None = None) -> ImagePatches:
+def preprocess_image(source: Any, config: MediaConfig | None = None, *, max_tokens: int | None = None) -> ImagePatches:
     """A file name, bytes, binary file, PIL image or uint8 array [H, W(, 1 | 3 | 4)] to patches (report section 2.4).
 
     Orientation by EXIF, bicubic resize, transparency over a chessboard after it, zeros to a multiple of 28, then
-    (x / 255 - mean) / std. Every way to give one picture gives one result. Raises ImageError naming the file.
+    (x / 255 - mean) / std. Every way to give one picture gives one result. `max_tokens` is a limit of the caller's own:
+    the released one is on patches before padding, so a thin picture may take more tokens. Raises ImageError naming the
+    file.
     """
     config = config or MediaConfig()
     image, name = load_image(source, config)
     plan = plan_resize(image.width, image.height, config)
+    limit = float(min(config.in_patch_limit, image.width * image.height))
+    while max_tokens is not None and plan.num_tokens > max(1, max_tokens):
+        limit *= max(1, max_tokens) / plan.num_tokens
+        plan = plan_resize(image.width, image.height, config, limit)
     return ImagePatches(to_patches(image, plan, config), grid_of(plan, 1, config), image.size)
 
 
-def plan_resize(width: int, height: int, config: MediaConfig, patch_limit: int | None = None) -> Resize:
+def plan_resize(width: int, height: int, config: MediaConfig, patch_limit: float | None = None) -> Resize:
     """Size within the patch limits (`patch_limit` in all, default `in_patch_limit`; and per side), then padding."""
     if width < 1 or height < 1:
         raise ImageError(f"image: {width}x{height} pixels; it is empty")
@@ -216,6 +238,8 @@ def open_image(source: Any, config: MediaConfig) -> tuple[Image.Image, str]:
         raise ImageError(f"{name}: {error}") from None
     except FileNotFoundError:
         raise ImageError(f"{name}: no such file") from None
+    except UnidentifiedImageError:
+        raise ImageError(f"{name}: damaged or not a picture (no known format)") from None
     except Image.DecompressionBombError as error:
         raise ImageError(f"{name}: too many pixels ({_first_line(error)})") from None
     except Exception as error:  # decoders meet damaged files with almost any exception
@@ -246,6 +270,8 @@ def _open(source: Any) -> Image.Image:
         return _with_transparency(source.copy(), color)
     if isinstance(source, (bytes, bytearray, memoryview)):
         source = io.BytesIO(source)
+    if isinstance(source, (str, os.PathLike)) and os.path.exists(source) and not os.path.isfile(source):
+        raise ImageError("not an ordinary file")  # a pipe would wait for ever, and a device may never end
     if isinstance(source, (str, os.PathLike)) or hasattr(source, "read"):
         image = Image.open(source)
         return _with_transparency(image, _transparent_color(image))

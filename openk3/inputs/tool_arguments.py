@@ -138,7 +138,7 @@ def _literal(value: Any, where: str) -> str:
         return value
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ChatError(f"{where}: not JSON ({error})") from None
 
 

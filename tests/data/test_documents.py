@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from openk3.config.model import VisionConfig
-from openk3.data.documents import DataError, Document, Encoder, Record, image_tokens, record_texts
+from openk3.data.documents import DataError, Document, Encoder, Record, check_record, image_tokens, record_texts
 from openk3.inputs.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer({bytes([b]): b for b in range(256)})
@@ -88,7 +88,7 @@ def test_two_images_and_a_limit() -> None:
     """Large pictures are scaled down to the limit; the text still names their true size."""
     document = encode({"image": [picture(), picture(1400, 1400)], "text": "two"}, max_image_tokens=16)
     assert len(document.blocks) == len(document.images) == 2
-    assert image_tokens(document.images[1][1]) <= 25 and "image 1400x1400" in TOKENIZER.decode(document.ids.tolist())
+    assert image_tokens(document.images[1][1]) <= 16 and "image 1400x1400" in TOKENIZER.decode(document.ids.tolist())
 
 
 BROKEN = [
@@ -103,6 +103,51 @@ BROKEN = [
     ({"image": b"not a picture", "text": "x"}, "image"),
     ({"image": [], "text": 3}, "'text' must be a string"),
 ]
+CHAT = {"role": "assistant", "content": "x"}
+PART = {"type": "image", "image": b"pixels come later"}
+# What a line may hold beside: found when the files are read, before training starts.
+BROKEN_LINES = [
+    ({"image": [], "text": "x"}, "'image' is an empty list"),
+    ({"image": None, "text": "x"}, "an image is a path or a data URI, got NoneType"),
+    ({"image": {"url": "x"}, "text": "x"}, "an image is a path or a data URI, got dict"),
+    ({"image": [["a.png"]], "text": "x"}, "an image is a path or a data URI, got list"),
+    ({"image": "gone.png", "text": "x"}, "gone.png: no such file"),
+    ({"image": ".", "text": "x"}, "no such file"),
+    ({"image": "a\0b", "text": "x"}, "no such file"),
+    ({"image": "a" * 5000, "text": "x"}, "no such file"),
+    ({"messages": [CHAT], "images": "a.png"}, "'images' must be a list"),
+    ({"messages": [CHAT], "images": ["a.png"]}, "1 images for 0 image parts"),
+    ({"messages": [CHAT | {"content": [{"type": "image_url", "image_url": "x"}]}]}, "0 images for 1 image parts"),
+    ({"messages": [CHAT | {"content": [PART | {"size": [3, 3]}]}]}, "has a 'size'; leave it out"),
+    ({"messages": [CHAT | {"content": [{"type": "video", "timestamps": 5}]}]}, "has a video part"),
+    ({"messages": [CHAT], "thinking": "yes"}, "'thinking' must be true or false, got 'yes'"),
+    ({"messages": [CHAT], "effort": "huge"}, "effort: 'huge' is not supported"),
+    ({"messages": [CHAT], "tools": "x"}, "tools: expected a list"),
+    ({"messages": [CHAT | {"name": 5}]}, r"messages\[0\]\.name: expected text, got int"),
+    ({"messages": [1]}, r"messages\[0\]: int; expected an object"),
+    ({"messages": [CHAT | {"tool_calls": 5}]}, "tool_calls: expected a list"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BROKEN_LINES + BROKEN[:6])
+def test_broken_lines_are_found_without_encoding(fields: Any, message: str, tmp_path: Path) -> None:
+    """The same line that would stop a run hours later."""
+    with pytest.raises(DataError, match=rf"^notes\.jsonl:3: .*{message}") as caught:
+        check_record(Record(fields, "notes.jsonl:3", tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_sound_lines_pass(tmp_path: Path) -> None:
+    """Each kind, images by path, bytes and data URI; pixels are looked at later."""
+    (tmp_path / "a.png").write_bytes(b"not looked at")
+    for fields in (
+        {"text": ""},
+        {"image": "a.png", "text": "x", "prompt": None},
+        {"image": [b"x", "data:image/png;base64,x", tmp_path / "a.png", picture()], "text": "x"},
+        {"messages": [CHAT | {"content": [PART]}], "thinking": False, "effort": None, "tools": []},
+        {"messages": [CHAT | {"content": [{"type": "image"}]}], "images": ["a.png"]},
+    ):
+        check_record(Record(fields, "x", tmp_path))
 
 
 @pytest.mark.parametrize(("fields", "message"), BROKEN)

@@ -93,6 +93,24 @@ def test_errors_name_file_and_line(tmp_path: Path) -> None:
         Files(tmp_path / "json")
     with pytest.raises(DataError, match=r"field/a\.jsonl:1: no 'text', 'messages' or 'image'"):
         Files(tmp_path / "field")
+    lines = {
+        "deep": "[" * 100_000,
+        "chat": '{"messages": [{"role": "wizard"}]}',
+        "image": '{"image": "gone.png", "text": "x"}',
+        "utf16": '{"text": "x"}'.encode("utf-16"),
+    }
+    words = {
+        "deep": "nested too deeply",
+        "chat": "role 'wizard'",
+        "image": r"image/gone\.png: no such",
+        "utf16": "utf-8",
+    }
+    for name, line in lines.items():
+        write(tmp_path, {f"{name}/a.jsonl": line})
+        with pytest.raises(DataError, match=rf"{name}/a\.jsonl:1: .*{words[name]}"):
+            Files(tmp_path / name)
+    with pytest.raises(DataError, match="nobody-of-this-name/x: no such file or folder"):
+        Files("~nobody-of-this-name/x")
     with pytest.raises(DataError, match=r"none: no text found; expected UTF-8 files ending in \.txt"):
         Files(tmp_path / "none")
     with pytest.raises(DataError, match="gone: no such file or folder"):

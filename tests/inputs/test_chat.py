@@ -69,6 +69,14 @@ def assistant(arguments, name="f"):
     return {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": name, "arguments": arguments}}]}
 
 
+def deep(levels):
+    """A list in a list in a list, deeper than Python's stack."""
+    out = []
+    for _ in range(levels):
+        out = [out]
+    return out
+
+
 @pytest.mark.parametrize(
     ("messages", "given", "words"),
     [
@@ -87,6 +95,10 @@ def assistant(arguments, name="f"):
         ([assistant({"x": {1}})], {}, r"arguments.x: not JSON"),
         ([assistant({"x": float("nan")})], {}, r"arguments.x: not JSON"),
         ([assistant({1: 2})], {}, "keys must be text, got 1"),
+        ([assistant({"x": deep(100_000)})], {}, "arguments.x: not JSON"),
+        ([{"role": "user", "name": {"a": 1}, "content": "x"}], {}, r"messages\[0\].name: expected text, got dict"),
+        ([{"role": "assistant", "name": 5}], {}, r"messages\[0\].name: expected text, got int"),
+        ([], {"tools": [{"x": deep(100_000)}]}, "not JSON"),
         ([{"role": "assistant", "reasoning_content": 3}], {}, r"messages\[0\].reasoning_content: expected text"),
         ([], {"effort": "LOW"}, "effort: 'LOW' is not supported; use one of low, high, max, or None"),
         ([], {"effort": 3}, "effort: 3"),
@@ -140,6 +152,8 @@ def test_image_parts_take_their_size_from_the_part_or_the_prompts():
         ({"type": "image"}, {"image_prompts": [image_prompt(2, 2) + "<|open|>"]}, "is not a media prompt"),
         ({"type": "video", "timestamps": ["<|open|>"]}, {}, "is not a media prompt"),
         ({"type": "video", "timestamps": []}, {}, "is not a media prompt"),
+        ({"type": "video", "timestamps": 5}, {}, r"content\[0\].timestamps: expected a list of times"),
+        ({"type": "video", "timestamps": [1, None]}, {}, "is not a media prompt"),
     ],
 )
 def test_bad_media_parts_are_refused(part, given, words):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ FOLDER = Path(__file__).parents[1] / "golden/preprocess"
 META = json.loads((FOLDER / "meta.json").read_text())
 RAW, EXPECTED = load_file(FOLDER / "images.safetensors"), load_file(FOLDER / "expected.safetensors")
 CONFIG = MediaConfig()
+BOARD = {"pattern": "chessboard", "chessboard_square_on_top_left": True}
 
 
 def levels(pixels):
@@ -366,7 +368,15 @@ def test_config_reads_and_writes_the_released_file(tmp_path):
         ({"temporal_merge_kernel_size": 5}, "at most 4 frames"),
         ({"patch_limit_on_one_side": 7}, "must be even"),
         ({"image_mean": [0.5]}, "one value per colour"),
-        ({"image_std": [0.5, 0, 0.5]}, "std not zero"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std: must not be zero"),
+        ({"image_mean": 5}, r"image_mean: expected one value per colour, got \[5\]"),
+        ({"image_mean": ["a", "b", "c"]}, "image_mean: expected one value per colour"),
+        ({"image_mean": [float("nan"), 0.5, 0.5]}, "image_mean: expected one value per colour"),
+        ({"image_std": [float("inf"), 0.5, 0.5]}, "image_std: expected one value per colour"),
+        ({"patch_size": 10**400}, "patch_size: must be positive, got 1000"),
+        ({"transparent_bg_config": "x"}, "transparent_bg_config: expected an object, got 'x'"),
+        ({"transparent_bg_config": {**BOARD, "chessboard_white_value": 256}}, r"values must lie in 1\.\.255"),
+        (3, "media_proc_cfg: expected an object, got 3"),
     ],
 )
 def test_configs_that_are_not_k3_are_refused(data, words, tmp_path):
@@ -379,9 +389,35 @@ def test_configs_that_are_not_k3_are_refused(data, words, tmp_path):
 def test_missing_and_broken_config_files(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
-    for name in ("none.json", "broken.json", "list.json"):
-        with pytest.raises(ImageError, match=name):
-            MediaConfig.from_json(tmp_path / name)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "preprocessor_config.json").mkdir()
+    words = {
+        "none": "no such file",
+        "broken": "not valid JSON",
+        "list": "expected an object",
+        "deep": "nested too deeply",
+    }
+    for name, word in (words | {"preprocessor_config": "not an ordinary file"}).items():
+        with pytest.raises(ImageError, match=rf"{name}\.json: .*{word}"):
+            MediaConfig.from_json(tmp_path / f"{name}.json" if name in words else tmp_path)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    """A pipe would wait for ever and a device never end."""
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", tmp_path, "/dev/zero"):
+        with pytest.raises(ImageError, match=f"{path}: not an ordinary file"):
+            preprocess_image(path)
+
+
+@pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (55, 900), (1400, 1400), (13, 13), (56, 28), (4000, 83)])
+@pytest.mark.parametrize("most", [1, 2, 7, 64])
+def test_a_limit_on_tokens_holds_for_every_shape(size, most):
+    """Padding makes thin pictures longer than the limit on patches says; the shape is kept as far as it can be."""
+    config = dataclasses.replace(CONFIG, in_patch_limit=4 * most)
+    free, held = (preprocess_image(Image.new("RGB", size), config, max_tokens=n) for n in (None, most))
+    assert 1 <= held.num_tokens <= most and held.size == size
+    assert held.grid_thw == free.grid_thw if free.num_tokens <= most else held.num_tokens < free.num_tokens
 
 
 def test_other_means_and_deviations():
