@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 import openk3
 from openk3.commands import flags
 from openk3.commands.errors import is_user_error
+from openk3.commands.terminal import abandon_stdout, prepare_streams, printable
 
 GROUPS = {
     "Start": {
@@ -56,8 +59,8 @@ def help_text() -> str:
 
 
 def fail(message: str) -> int:
-    """Print one error line; returns the exit code of a user's error."""
-    print(f"openk3: {' '.join(message.split())}", file=sys.stderr)
+    """Print one error line, whatever a file's or tensor's name holds; returns the exit code of a user's error."""
+    print(f"openk3: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 
@@ -70,13 +73,36 @@ def unknown_command(word: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code.
 
-    0 done, 2 the user can mend it (one line on stderr), 130 interrupted, 141 the reader of our output went away.
-    Any other exception is a fault of the program and keeps its traceback.
+    0 done, 2 the user can mend it (one line on stderr), 130 interrupted, 141 the reader of our output went away, 143
+    terminated, with nothing half-written left. Any other exception is a fault of the program and keeps its traceback.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what the terminal cannot show must not end a run
-            stream.reconfigure(errors="replace")
+    prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with sigterm_unwinds():
+            try:
+                return run(words)
+            finally:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\nopenk3: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        abandon_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None:
+            return fail(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        abandon_stdout()  # whatever else is written has a name
+        return fail(f"standard output: {error.strerror or error}")
+    except ValueError as error:
+        if not is_user_error(error):
+            raise
+        return fail(str(error))
+
+
+def run(words: Sequence[str]) -> int:
+    """Answer help and version; else parse the command's flags (without torch), import its module and run it."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0
@@ -85,28 +111,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if words[0] not in COMMANDS:
         return unknown_command(words[0])
-    return run_command(words[0], words[1:])
-
-
-def run_command(name: str, arguments: Sequence[str]) -> int:
-    """Parse the command's flags (without torch), then import its module and run it. Returns the exit code."""
     # Read when torch loads: threads that spin while they wait make a machine with other work several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    try:
-        parsed = flags.parse(name, arguments)
-        importlib.import_module(f"openk3.commands.{name}").run(parsed)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("\nopenk3: stopped", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        return fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except ValueError as error:
-        if not is_user_error(error):
-            raise
-        return fail(str(error))
+    parsed = flags.parse(words[0], words[1:])
+    importlib.import_module(f"openk3.commands.{words[0]}").run(parsed)
     return 0
+
+
+@contextmanager
+def sigterm_unwinds() -> Generator[None]:
+    """SIGTERM ends the program as an exception does, so that temporary files go; training has its own answer to it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from openk3 import cli, recipes
 from openk3.commands import doctor, flags
 from openk3.commands.errors import UserError, is_user_error
 from openk3.config.model import ConfigError
+from openk3.runtime.staging import staged_folder
 
 
 def openk3(
@@ -92,7 +94,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
         (UserError("a.txt: is\n empty"), "openk3: a.txt: is empty\n"),
         (ConfigError("optim.lr: must be positive"), "openk3: optim.lr: must be positive\n"),
         (FileNotFoundError(errno.ENOENT, "No such file", "b.txt"), "openk3: b.txt: No such file\n"),
-        (OSError(errno.ENOSPC, "No space left on device"), "openk3: [Errno 28] No space left on device\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "openk3: standard output: No space left on device\n"),
+        (UserError("\x1b[2Ja.txt: is\r\x07 empty"), "openk3: \ufffd[2Ja.txt: is \ufffd empty\n"),
+        (OSError(errno.ENOENT, "No such file", b"b\xff"), "openk3: b\ufffd: No such file\n"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
@@ -147,6 +151,51 @@ def test_errors_from_the_outside_leave_one_line(tmp_path: Path) -> None:
     result = openk3("plan", "nothing-here", cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and "nothing-here" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"], ["plan", "k3"], ["doctor"]])
+def test_a_full_disk_behind_standard_output_is_one_line(command: list[str]) -> None:
+    """`openk3 plan k3 > /full/disk/plan.txt`, help included."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "openk3", *command]
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (2, "openk3: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["plan", "--help"]])
+def test_help_into_a_closed_pipe_is_silent(command: list[str]) -> None:
+    """`openk3 --help | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    words = [sys.executable, "-m", "openk3", *command]
+    result = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, env=environment, timeout=60)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_closed_streams_are_no_fault() -> None:
+    """A daemon may start the program without any: `openk3 plan k3 <&- >&- 2>&-`."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    words = f"{sys.executable} -m openk3 plan k3 <&- >&- 2>&-; exit $?"
+    assert subprocess.run(["sh", "-c", words], env=environment, timeout=60).returncode == 0
+
+
+def test_sigterm_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary folders go as they do after an exception; the handler is the caller's again afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def write(_: object) -> None:
+        with staged_folder(tmp_path / "m", lambda path: True) as folder:
+            (folder / "a").write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+            (folder / "b").write_text("not reached")
+
+    monkeypatch.setattr(doctor, "run", write)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor"])
+    assert end.value.code == 143 and os.listdir(tmp_path) == [] and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import readline  # noqa: F401  gives input() a history and line editing
 import sys
 from collections.abc import Generator, Iterator
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from openk3.commands import terminal
 from openk3.commands.errors import UserError, is_user_error
 from openk3.commands.flags import Chat
-from openk3.commands.generate import check_sampling, load_model
+from openk3.commands.generate import check_sampling, context_left, fitting_device, load_tokenizer
 from openk3.commands.runs import find_model
+from openk3.config.model import ModelConfig
 from openk3.inputs.chat import Event, Parser, encode_chat, render
-from openk3.inputs.images import MediaConfig, preprocess_image
+from openk3.inputs.images import ImageError, MediaConfig, preprocess_image
 from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.accounting import account
@@ -37,9 +39,10 @@ def run(flags: Chat) -> None:
     """Talk until the input ends."""
     check_sampling(flags)
     directory = find_model(flags.run)
-    has_limits = (directory / "preprocessor_config.json").is_file()
-    media = MediaConfig.from_json(directory) if has_limits else MediaConfig()
-    chat = Conversation(load_model(directory, flags), Tokenizer.load(directory), media, flags)
+    device = fitting_device(directory, flags)
+    tokenizer, media = load_tokenizer(directory), load_media(directory)
+    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=device)
+    chat = Conversation(model, tokenizer, media, flags)
     for path in flags.image:
         chat.attach(path)
     if flags.message is not None:
@@ -53,13 +56,18 @@ def run(flags: Chat) -> None:
             if not obey(chat, line):
                 return
         elif line.strip():
-            answer(chat, line)
+            try:
+                answer(chat, line)
+            except UserError as error:
+                if not interactive:
+                    raise
+                print(error)
 
 
 def read_lines(interactive: bool) -> Iterator[str]:
     """The user's lines; ends with the input, or with Ctrl-C at the prompt."""
     if not interactive:
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        yield from (line.rstrip("\n") for line in terminal.read_lines())
         return
     while True:
         try:
@@ -69,14 +77,25 @@ def read_lines(interactive: bool) -> Iterator[str]:
             return
 
 
+def load_media(directory: Path) -> MediaConfig:
+    """How the model's images are cut. Raises ImageError naming the file if it does not fit the model."""
+    path = directory / "preprocessor_config.json"
+    if not path.exists():
+        return MediaConfig()
+    media, vision = MediaConfig.from_json(directory), ModelConfig.from_json(directory).vision
+    if vision is not None and media.patch_size != vision.patch_size:
+        raise ImageError(
+            f"{path}: media_proc_cfg.patch_size: {media.patch_size}, but the model's is {vision.patch_size}"
+        )
+    return media
+
+
 class Conversation:
     """The messages and images so far, and the model that answers."""
 
     def __init__(self, model: K3, tokenizer: Tokenizer, media: MediaConfig, flags: Chat) -> None:
         self.model, self.tokenizer, self.flags = model, tokenizer, flags
-        # An image takes at most a quarter of the context: the question and the answer need room too.
-        limit = min(media.in_patch_limit, model.config.text.max_position_embeddings)
-        self.media = dataclasses.replace(media, in_patch_limit=limit)
+        self.media = media
         self.effort: str = flags.effort
         self.generator = torch.Generator(model.embed.weight.device).manual_seed(flags.seed)
         self.reset()
@@ -97,24 +116,32 @@ class Conversation:
         """Read an image for the next question; returns what it is. Raises ImageError or UserError naming the file."""
         if self.model.config.vision is None:
             raise UserError(f"{path}: this model has no vision tower, so it cannot see images")
-        image = preprocess_image(path, self.media)
+        # An image takes at most a quarter of the context: the question and the answer need room too.
+        most = max(1, self.model.config.text.max_position_embeddings // 4)
+        image = preprocess_image(path, self.media, max_tokens=most)
         self.images.append(image.media)
         self.attached.append({"type": "image", "size": list(image.size)})
         return f"{path}: {image.size[0]}x{image.size[1]} pixels, {image.num_tokens} tokens"
 
     def ask(self, text: str) -> Generator[Event]:
-        """Events of the answer as they become certain; an answer that is stopped still joins the conversation."""
+        """Events of the answer as they become certain; an answer that is stopped still joins the conversation.
+
+        Raises UserError, with the conversation as it was, if it has outgrown the model's context.
+        """
         content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
-        self.messages.append({"role": "user", "content": content})
-        self.attached = []
+        messages = [*self.messages, {"role": "user", "content": content}]
         thinking = self.effort != "off"
         parser = Parser("think" if thinking else "response", tokenizer=self.tokenizer)
-        segments = render(self.messages, thinking=thinking, effort=self.effort if thinking else None)
+        segments = render(messages, thinking=thinking, effort=self.effort if thinking else None)
         ids, _ = encode_chat(self.tokenizer, segments)
+        packed, config = Packed.join([ids], images=self.images), self.model.config
+        size = packed.expand(config.media_placeholder_token_id).num_tokens
+        room = context_left(config, size, "the conversation (/reset forgets it)")
+        self.messages, self.attached = messages, []
         tokens = generate(
             self.model,
-            Packed.join([ids], images=self.images),
-            max_tokens=self.flags.max_tokens,
+            packed,
+            max_tokens=min(self.flags.max_tokens, room),
             temperature=self.flags.temperature,
             top_k=self.flags.top_k,
             top_p=self.flags.top_p,
@@ -126,20 +153,26 @@ class Conversation:
                 yield from parser.feed_ids([token])
             yield from parser.finish()
         finally:
-            self.messages.append(parser.message())
+            self.messages.append(renderable(parser.message()))
+
+
+def renderable(message: dict[str, Any]) -> dict[str, Any]:
+    """A model's message as it can be shown to the model again: a call needs a name, whatever the model wrote."""
+    calls = [call for call in message.pop("tool_calls", []) if call["function"]["name"]]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def answer(chat: Conversation, text: str) -> None:
     """Print one answer as it comes; Ctrl-C stops it and keeps what was said."""
     kind = ""
-    colour = sys.stdout.isatty()
+    colour = terminal.is_coloured()
     events = chat.ask(text)
     try:
         for event in events:
             if event.kind != kind:
                 sys.stdout.write(("\n" if kind else "") + style(event.kind, colour))
                 kind = event.kind
-            sys.stdout.write(printable(f"[call {event.text}] " if kind == "call" else event.text))
+            sys.stdout.write(terminal.printable(f"[call {event.text}] " if kind == "call" else event.text))
             sys.stdout.flush()
     except KeyboardInterrupt:
         events.close()
@@ -153,11 +186,6 @@ def style(kind: str, colour: bool) -> str:
     if not colour:
         return ""
     return DIM if kind == "reasoning" else PLAIN
-
-
-def printable(text: str) -> str:
-    """Text that cannot steer the terminal: other control characters than line ends and tabs are shown as U+FFFD."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def obey(chat: Conversation, line: str) -> bool:
@@ -176,7 +204,7 @@ def obey(chat: Conversation, line: str) -> bool:
         print(f"effort {argument}")
     elif command == "/image" and argument:
         try:
-            print(chat.attach(Path(argument).expanduser()))
+            print(chat.attach(Path(os.path.expanduser(argument))))
         except ValueError as error:
             if not is_user_error(error):
                 raise

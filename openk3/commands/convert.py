@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from openk3.commands.errors import UserError
 from openk3.commands.flags import Convert
+from openk3.commands.generate import load_tokenizer
+from openk3.commands.memory import require_memory
 from openk3.commands.runs import model_in
+from openk3.config.model import ModelConfig
 from openk3.config.train import PretrainConfig
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.hf import convert_checkpoint
 from openk3.model.k3 import K3
 from openk3.runtime.run_folder import RunFolder, write_json
+from openk3.runtime.staging import staged_folder
 from openk3.train import checkpoint
 from openk3.train.state import TrainState
 
@@ -47,6 +52,7 @@ def from_training(flags: Convert, saved: Path) -> None:
     """The weights of a training checkpoint, in full precision until they are stored."""
     run = RunFolder.at(saved.parent.parent)
     config = PretrainConfig.from_json(run.path)
+    require_memory(str(run.path), config.model, torch.float32.itemsize, torch.device("cpu"))
     model = K3.empty(config.model)
     checkpoint.load_weights(model, saved)
     print(f"{saved}: {sum(p.numel() for p in model.parameters()):,} parameters")
@@ -69,31 +75,36 @@ def from_released(flags: Convert) -> None:
             bars.append(tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="converting"))
         bars[0].update(done - bars[0].n)
 
-    convert_checkpoint(
-        model_in(flags.source) or flags.source,
-        flags.target,
-        experts=None if flags.experts == "keep" else flags.experts,
-        dtype=None if flags.dtype == "keep" else flags.dtype,
-        scale_rule=flags.rule,
-        shard_bytes=flags.shard_mib * MIB,
-        on_progress=on_progress,
-    )
-    for bar in bars:
-        bar.close()
+    try:
+        convert_checkpoint(
+            model_in(flags.source) or flags.source,
+            flags.target,
+            experts=None if flags.experts == "keep" else flags.experts,
+            dtype=None if flags.dtype == "keep" else flags.dtype,
+            scale_rule=flags.rule,
+            shard_bytes=flags.shard_mib * MIB,
+            on_progress=on_progress,
+        )
+    finally:
+        for bar in bars:
+            bar.close()
 
 
 def to_run(flags: Convert) -> None:
-    """A run folder at step 0 around released weights, with their tokenizer."""
-    run = RunFolder.at(flags.target)
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-        raise UserError(f"{run.path}: already exists; give TARGET a new or empty directory")
+    """A run folder at step 0 around released weights, with their tokenizer: whole or not at all."""
+    ignored = [
+        name for name in ("experts", "dtype", "rule", "shard_mib") if getattr(flags, name) != getattr(Convert, name)
+    ]
+    if ignored:
+        raise UserError(
+            f"--{ignored[0].replace('_', '-')}: a run holds full-precision weights; leave it out with --to run"
+        )
     directory = model_in(flags.source) or flags.source
-    tokenizer = Tokenizer.load(directory)
-    model = K3.from_pretrained(directory)
-    if tokenizer.vocab_size != model.config.text.vocab_size:
-        sizes = f"{tokenizer.vocab_size:,} ids for a model of {model.config.text.vocab_size:,}"
-        raise UserError(f"{directory}: its tokenizer has {sizes}; put the model's own tiktoken.model there")
-    config = PretrainConfig(model=model.config, out=str(run.path))
-    checkpoint.save(TrainState.around(model, config), run.checkpoints)
-    tokenizer.save(run.tokenizer)
-    write_json(run.config, config.to_dict())
+    tokenizer = load_tokenizer(directory)
+    require_memory(str(directory), ModelConfig.from_json(directory), torch.float32.itemsize, torch.device("cpu"))
+    with staged_folder(RunFolder.at(flags.target).path, may_replace=lambda folder: False) as folder:
+        run, model = RunFolder.at(folder), K3.from_pretrained(directory)
+        config = PretrainConfig(model=model.config, out=str(RunFolder.at(flags.target).path))
+        checkpoint.save(TrainState.around(model, config), run.checkpoints)
+        tokenizer.save(run.tokenizer)
+        write_json(run.config, config.to_dict())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ import tyro
 from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
 
 from openk3 import recipes
-from openk3.config.train import PretrainConfig
+from openk3.commands.errors import UserError
+from openk3.config.model import ID_FIELDS, ConfigError
+from openk3.config.train import SEEDS, PretrainConfig
 
 Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
 Run = Positional[
@@ -214,13 +218,25 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     """
     prog, arguments = f"openk3 {name}", list(arguments)
     if name != "pretrain":
-        return _one_line_errors(
+        parsed = _one_line_errors(
             prog, lambda: tyro.cli(COMMANDS[name], args=arguments, prog=prog, config=(FlagCreatePairsOff,))
         )
+        _check_numbers(parsed)
+        return parsed
     default = Pretrain(starting_config(arguments))
     arguments = ["--help"] if {"-h", "--help"} & set(arguments) else arguments  # with RECIPE among the flags
     config = (FlagCreatePairsOff, AvoidSubcommands)
     return _one_line_errors(prog, lambda: tyro.cli(Pretrain, args=arguments, prog=prog, default=default, config=config))
+
+
+def _check_numbers(parsed: Any) -> None:
+    """Raise UserError for a number that no command can use: infinite, or a seed that torch does not take."""
+    for spec in dataclasses.fields(parsed):
+        value, flag = getattr(parsed, spec.name), f"--{spec.name.replace('_', '-')}"
+        if isinstance(value, float) and math.isinf(value):
+            raise UserError(f"{flag}: must be a finite number, got {value}")
+        if spec.name == "seed" and value not in SEEDS:
+            raise UserError(f"{flag}: must lie in {SEEDS.start}..{SEEDS.stop - 1}, got {value}")
 
 
 def _one_line_errors(prog: str, parse: Callable[[], Any]) -> Any:
@@ -249,11 +265,30 @@ def one_line(prog: str, box: str) -> str:
 
 
 def starting_config(arguments: Sequence[str]) -> PretrainConfig:
-    """What the flags of `pretrain` override: the resumed run's configuration, or the recipe's (tiny for --help)."""
+    """What the flags of `pretrain` override: the resumed run's configuration, or the recipe's (tiny for --help).
+
+    Control tokens lie at the top of the vocabulary, so another size moves them. Raises ConfigError.
+    """
+    run = _value(arguments, "--resume")
+    if run:
+        return PretrainConfig.from_json(run)
+    has_recipe = bool(arguments) and not arguments[0].startswith("-")
+    config = recipes.pretrain(arguments[0] if has_recipe else "tiny")
+    size = _value(arguments, "--model.text.vocab-size")
+    if not size.isdecimal() or len(size) > 12:
+        return config  # the parser answers
+    if int(size) < 512:
+        raise ConfigError(f"--model.text.vocab-size: at least 512, for 256 bytes and 256 control tokens; got {size}")
+    model, moved = config.model, int(size) - config.model.text.vocab_size
+    ids = {name: getattr(model, name) + moved for name in ID_FIELDS}
+    text = dataclasses.replace(model.text, vocab_size=int(size))
+    return dataclasses.replace(config, model=dataclasses.replace(model, text=text, **ids))
+
+
+def _value(arguments: Sequence[str], wanted: str) -> str:
+    """What follows a flag, before the parser has seen it; empty without it."""
     for index, word in enumerate(arguments):
         flag, _, value = word.partition("=")
-        run = value or "".join(arguments[index + 1 : index + 2])
-        if flag == "--resume" and run:
-            return PretrainConfig.from_json(run)
-    has_recipe = bool(arguments) and not arguments[0].startswith("-")
-    return recipes.pretrain(arguments[0] if has_recipe else "tiny")
+        if flag == wanted:
+            return value or "".join(arguments[index + 1 : index + 2])
+    return ""

@@ -11,6 +11,7 @@ from openk3.commands.errors import UserError
 from openk3.commands.flags import Generate, Writing
 from openk3.commands.memory import require_memory
 from openk3.commands.runs import find_model
+from openk3.commands.terminal import printable, read_text
 from openk3.config.model import ModelConfig
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
@@ -24,16 +25,20 @@ def run(flags: Generate) -> None:
     directory = find_model(flags.run)
     if flags.prompt == "-" and sys.stdin.isatty():
         print("the text to continue, then Ctrl-D:", file=sys.stderr)
-    prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
-    tokenizer = Tokenizer.load(directory)
-    model = load_model(directory, flags)
+    prompt = read_text() if flags.prompt == "-" else flags.prompt
+    device, tokenizer = fitting_device(directory, flags), load_tokenizer(directory)
     special = tokenizer.special
+    ids = [special["[BOS]"], *tokenizer.encode(prompt)]
+    room = context_left(ModelConfig.from_json(directory), len(ids), "the prompt")
+    model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=device)
     decoder = tokenizer.decoder()
-    sys.stdout.write(prompt)
+    # What a model writes may not steer the reader's terminal; to a file or pipe it goes as it is.
+    shown = printable if sys.stdout.isatty() else str
+    sys.stdout.write(shown(prompt))
     tokens = generate(
         model,
-        [special["[BOS]"], *tokenizer.encode(prompt)],
-        max_tokens=flags.max_tokens,
+        ids,
+        max_tokens=min(flags.max_tokens, room),
         temperature=flags.temperature,
         top_k=flags.top_k,
         top_p=flags.top_p,
@@ -42,23 +47,40 @@ def run(flags: Generate) -> None:
     )
     for token in tokens:
         if token < tokenizer.num_ranks:  # a control token ends the text and is no part of it
-            sys.stdout.write(decoder.feed(token))
+            sys.stdout.write(shown(decoder.feed(token)))
             sys.stdout.flush()
     sys.stdout.write(decoder.finish() + "\n")
 
 
-def load_model(directory: Path, flags: Writing) -> K3:
-    """The model as the flags want it. Raises UserError if it cannot fit, DeviceError, ConfigError, CheckpointError."""
-    device, dtype = pick_device(flags.device), getattr(torch, flags.dtype)
-    require_memory(str(directory), ModelConfig.from_json(directory), dtype.itemsize, device)
-    return K3.from_pretrained(directory, dtype=dtype, device=device)
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer beside a model. Raises TokenizerError, and UserError if it is another model's."""
+    tokenizer, size = Tokenizer.load(directory), ModelConfig.from_json(directory).text.vocab_size
+    if tokenizer.vocab_size != size:
+        sizes = f"{tokenizer.vocab_size:,} ids for a model of {size:,}"
+        raise UserError(f"{directory}: its tokenizer has {sizes}; put the model's own tiktoken.model there")
+    return tokenizer
+
+
+def context_left(config: ModelConfig, num_tokens: int, what: str) -> int:
+    """Tokens that fit behind `num_tokens`. Raises UserError if none does."""
+    most = config.text.max_position_embeddings
+    if num_tokens >= most:
+        raise UserError(f"{what}: has {num_tokens:,} tokens, and the model's context holds {most:,}; make it shorter")
+    return most - num_tokens
+
+
+def fitting_device(directory: Path, flags: Writing) -> torch.device:
+    """Where the model will run. Raises DeviceError, ConfigError, and UserError if it cannot fit there."""
+    device = pick_device(flags.device)
+    require_memory(str(directory), ModelConfig.from_json(directory), getattr(torch, flags.dtype).itemsize, device)
+    return device
 
 
 def check_sampling(flags: Writing) -> None:
     """Raise UserError naming the first sampling flag that is out of range."""
     if flags.max_tokens < 1:
         raise UserError(f"--max-tokens: must be at least 1, got {flags.max_tokens}")
-    if flags.temperature < 0:
+    if not flags.temperature >= 0:
         raise UserError(f"--temperature: must not be negative, got {flags.temperature:g}")
     if flags.top_k < 0:
         raise UserError(f"--top-k: must not be negative, got {flags.top_k}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 
 from openk3 import recipes
@@ -15,7 +16,11 @@ from openk3.optim.optimizer import NonFiniteGradient
 from openk3.runtime.cpu import tune_cpu
 from openk3.runtime.device import pick_device
 from openk3.runtime.log import setup_logging
+from openk3.runtime.run_folder import RunFolder
 from openk3.train.pretrain import pretrain
+
+# What a run that was killed as it began leaves behind, and a new one may write over.
+RUN_FILES = {"tokenizer", "checkpoints", "metrics.jsonl"}
 
 
 def run(flags: Pretrain) -> None:
@@ -41,13 +46,20 @@ def complete(flags: Pretrain) -> PretrainConfig:
     if flags.resume is not None:
         if flags.recipe:
             raise UserError(f"{flags.recipe}: a resumed run has its own configuration; leave RECIPE out with --resume")
+        if flags.config.out != PretrainConfig.from_json(flags.resume).out:
+            raise UserError("--out: a resumed run stays in its own folder; leave --out out with --resume")
         return dataclasses.replace(flags.config, out=str(flags.resume), data=with_paths(flags))
     if not flags.recipe:
         raise UserError(f"RECIPE: name one of {', '.join(recipes.NAMES)}, or continue a run with --resume RUN")
     config = dataclasses.replace(flags.config, data=with_paths(flags))
     if not config.data.paths:
         raise UserError("--data: name text files, JSONL files or folders of them to train on")
-    return config if config.out else dataclasses.replace(config, out=str(new_run()))
+    if not config.out:
+        return dataclasses.replace(config, out=str(new_run()))
+    folder = RunFolder.at(config.out).path
+    if folder.is_dir() and not RunFolder.at(folder).is_run and not RUN_FILES.issuperset(map(str, os.listdir(folder))):
+        raise UserError(f"--out: {folder} holds other files and is left alone; choose an empty or new folder")
+    return config
 
 
 def with_paths(flags: Pretrain) -> DataConfig:

@@ -7,8 +7,10 @@ import sys
 from openk3.commands.errors import UserError
 from openk3.commands.flags import TokenizerEncode, TokenizerTrain
 from openk3.commands.runs import find_model
+from openk3.commands.terminal import read_text
 from openk3.data.local_text import gather
-from openk3.inputs.tokenizer import Tokenizer
+from openk3.inputs.tokenizer import Tokenizer, well_formed
+from openk3.runtime.staging import staged_folder
 
 
 def run(flags: TokenizerTrain | TokenizerEncode) -> None:
@@ -23,12 +25,11 @@ def train(flags: TokenizerTrain) -> None:
     """Learn BPE from every readable text file named, and write the released two files into a new directory."""
     if not flags.text:
         raise UserError("--text: name at least one text file or folder to learn from")
-    if flags.out.exists() and any(flags.out.iterdir() if flags.out.is_dir() else [flags.out]):
-        raise UserError(f"{flags.out}: already exists; give --out a new or empty directory")
     corpus = gather(flags.text)
     texts = [file.text for file in (*corpus.train, *corpus.held_out)]
-    tokenizer = Tokenizer.train(texts, flags.vocab_size, progress=sys.stderr.isatty())
-    tokenizer.save(flags.out)
+    with staged_folder(flags.out, may_replace=lambda folder: False) as folder:
+        tokenizer = Tokenizer.train(texts, flags.vocab_size, progress=sys.stderr.isatty())
+        tokenizer.save(folder)
     num_bytes = sum(len(text.encode()) for text in texts)
     num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
     print(f"{flags.out}: {tokenizer.vocab_size:,} ids ({tokenizer.num_ranks:,} text, 256 special)")
@@ -38,7 +39,7 @@ def train(flags: TokenizerTrain) -> None:
 def encode(flags: TokenizerEncode) -> None:
     """Print one token per line with its id, then the compression; control tokens' names are plain text here."""
     tokenizer = Tokenizer.load(flags.tokenizer if flags.tokenizer is not None else find_model(None))
-    text = sys.stdin.read() if flags.text == "-" else flags.text
+    text = well_formed(read_text() if flags.text == "-" else flags.text)
     ids = tokenizer.encode(text)
     if flags.ids:
         print(*ids)

@@ -135,7 +135,7 @@ class ModelConfig:
         text = _build(TextConfig, text_data, "text_config", linear_attn_config=linear)
         vision_data = data.get("vision_config")
         vision = _build(VisionConfig, vision_data, "vision_config") if vision_data else None
-        ids = {name: _coerce(data[name], "int", name) for name in _ID_FIELDS if data.get(name) is not None}
+        ids = {name: _coerce(data[name], "int", name) for name in ID_FIELDS if data.get(name) is not None}
         return cls(text=text, vision=vision, **ids)
 
     @classmethod
@@ -161,7 +161,7 @@ class ModelConfig:
         text["num_key_value_heads"] = self.text.num_attention_heads
         text.update(bos_token_id=self.bos_token_id, eos_token_id=self.eos_token_id, pad_token_id=self.pad_token_id)
         data: dict[str, Any] = dict(_TOP_CONSTANTS)
-        data.update({name: getattr(self, name) for name in _ID_FIELDS})
+        data.update({name: getattr(self, name) for name in ID_FIELDS})
         data["text_config"] = text
         if self.vision is not None:
             vision = dataclasses.asdict(self.vision)
@@ -182,14 +182,14 @@ def released_form(data: dict[str, Any]) -> dict[str, Any]:
     """The config with a `text_config`: text-only exports of other trainers hold its fields at the top instead."""
     if data.get("model_type") != "kimi_linear" or "text_config" in data:
         return data
-    ids = {name: data[name] for name in _ID_FIELDS if name in data}
+    ids = {name: data[name] for name in ID_FIELDS if name in data}
     if ids.get("pad_token_id") is not None:
         # There are no images, so the released placeholder's number may lie outside a small vocabulary.
         ids.setdefault("media_placeholder_token_id", ids["pad_token_id"])
     return {**_TOP_CONSTANTS, "dtype": data.get("dtype", "bfloat16"), **ids, "text_config": data}
 
 
-_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
+ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
 
 _TOP_CONSTANTS = {
     "architectures": ["KimiK3ForConditionalGeneration"],
@@ -333,7 +333,7 @@ def _check(config: ModelConfig) -> None:
         "text_config.topk_group: the chosen groups hold fewer experts than num_experts_per_token",
     )
     _require(text.num_nextn_predict_layers in (0, 1), "text_config.num_nextn_predict_layers: must be 0 or 1")
-    for name in _ID_FIELDS:
+    for name in ID_FIELDS:
         _require(
             0 <= getattr(config, name) < text.vocab_size,
             f"{name}: {getattr(config, name)} lies outside the vocabulary of {text.vocab_size}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -13,6 +14,10 @@ from openk3.model.k3 import K3
 from openk3.ops.sampling import sample
 
 PREFILL_CHUNK = 2048  # prompt tokens per pass; bounds the memory of a long prompt
+
+
+class BrokenModelError(ValueError):
+    """A model computes no numbers to sample from; the message says what may have happened to it."""
 
 
 def generate(
@@ -29,7 +34,8 @@ def generate(
     """Yield up to `max_tokens` token ids that continue `prompt` (ids, or a Packed of one sequence with its images).
 
     Ends after yielding an id of `stop_ids`, so that the caller sees why. temperature 0 is greedy; top_k 0 and top_p 1
-    cut nothing. Raises ValueError for an empty prompt, a batch, ids outside the vocabulary and image errors, at once.
+    cut nothing. Raises ValueError for an empty prompt, a batch, ids outside the vocabulary and image errors, at once;
+    BrokenModelError where the logits are not finite.
     """
     packed = prompt if isinstance(prompt, Packed) else Packed.join([prompt])
     if packed.num_sequences != 1:
@@ -41,6 +47,10 @@ def generate(
     logits_1V = prefill(model, packed, cache)
 
     def pick(logits_1V: Tensor) -> int:
+        if not math.isfinite(float(logits_1V.max())):
+            raise BrokenModelError(
+                "the model's logits are not finite: its weights or configuration are damaged, or its training diverged"
+            )
         return int(sample(logits_1V, generator, temperature=temperature, top_k=top_k, top_p=top_p))
 
     return _stream(model, cache, logits_1V, max_tokens, pick=pick, stop_ids=frozenset(stop_ids))

@@ -12,6 +12,7 @@ from typing import Any
 
 from openk3.config.json_file import JsonError, parse_json
 from openk3.runtime.run_folder import write_atomic
+from openk3.runtime.staging import named
 
 
 class MetricsLog:
@@ -26,8 +27,11 @@ class MetricsLog:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Append one step's values; numbers that JSON lacks (NaN, infinity) become null."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line({"step": step, **values}))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line({"step": step, **values}))
+        except OSError as error:
+            raise named(error, self.path) from error
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from PIL import Image
 
 from openk3.cli import main
 from openk3.commands import chat
+from openk3.commands.errors import UserError
 from openk3.commands.flags import Chat
 from openk3.inputs.images import MediaConfig
 from openk3.inputs.tokenizer import Tokenizer
@@ -65,7 +67,7 @@ def test_reasoning_is_dimmed_on_a_terminal(
 ) -> None:
     """And the colour is always switched off again."""
     script(monkeypatch, conversation, ANSWER)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("openk3.commands.terminal.is_coloured", lambda: True)
     chat.answer(conversation, "so?")
     assert capsys.readouterr().out == f"{chat.DIM}why\n{chat.PLAIN}because{chat.PLAIN}\n"
 
@@ -161,6 +163,61 @@ def test_prompt_reads_lines_until_the_input_ends(monkeypatch: pytest.MonkeyPatch
         assert list(chat.read_lines(interactive=True)) == ["a"]
 
 
-def test_output_cannot_steer_the_terminal() -> None:
-    """Escape sequences from a model are shown, not obeyed."""
-    assert chat.printable("a\x1b[2Jb\n\tc\r\u202e") == "a\ufffd[2Jb\n\tc\ufffd\ufffd"
+def test_a_conversation_that_outgrew_the_context_says_so(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The question is not asked and not kept; /reset makes room, and the answer stops where the context ends."""
+    directory = tiny_run / "model"
+    model, tokenizer = K3.from_pretrained(directory), Tokenizer.load(directory)
+    model.config = model.config.replace_text(max_position_embeddings=400)
+    small = chat.Conversation(model, tokenizer, MediaConfig(), Chat(max_tokens=1000))
+    seen: list[int] = []
+    monkeypatch.setattr(chat, "generate", lambda model, packed, *, max_tokens, **_: seen.append(max_tokens) or iter(()))
+    list(small.ask("short"))
+    assert 0 < seen[0] < 400 and len(small.messages) == 2
+    with pytest.raises(UserError, match="the conversation .*/reset.* tokens, and the model's context holds 400"):
+        list(small.ask("long " * 400))
+    assert len(small.messages) == 2 and len(seen) == 1
+    small.reset()
+    list(small.ask("short"))
+    assert seen[1] == seen[0]
+    monkeypatch.setattr("sys.stdin", io.StringIO("long " * 5000))
+    assert main(["chat", str(tiny_run), "--max-tokens", "3"]) == 2
+    assert "make it shorter" in capsys.readouterr().err
+
+
+def test_what_a_model_writes_can_be_shown_to_it_again(
+    conversation: chat.Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without a name does not end the conversation at the next question."""
+    calls = '<|open|>tools<|sep|><|open|>call tool="" index="1"<|sep|><|close|>call<|sep|>'
+    script(monkeypatch, conversation, calls + '<|open|>call tool="f" index="2"<|sep|><|close|>call<|sep|>')
+    list(conversation.ask("one"))
+    assert [call["function"]["name"] for call in conversation.messages[-1]["tool_calls"]] == ["f"]
+    list(conversation.ask("two"))
+    script(monkeypatch, conversation, calls)
+    list(conversation.ask("three"))
+    assert "tool_calls" not in conversation.messages[-1]
+    list(conversation.ask("four"))
+
+
+def test_an_image_of_any_shape_leaves_room(conversation: chat.Conversation, tmp_path: Path) -> None:
+    """At most a quarter of the context, also for a thin one."""
+    limit = conversation.model.config.text.max_position_embeddings // 4
+    Image.new("1", (1, 200_000)).save(tmp_path / "thin.png")
+    conversation.attach(tmp_path / "thin.png")
+    _, (_, rows, columns) = conversation.images[-1]
+    assert rows * columns // 4 <= limit
+
+
+def test_image_settings_must_fit_the_model(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Patches of another size, or a file that is none, are said before any picture is read."""
+    model = shutil.copytree(tiny_run / "model", tmp_path / "model")
+    path = model / "preprocessor_config.json"
+    path.write_text('{"media_proc_cfg": {"patch_size": 16}}')
+    assert main(["chat", str(model), "--message", "x"]) == 2
+    assert "patch_size: 16, but the model's is 14" in capsys.readouterr().err
+    path.unlink()
+    path.mkdir()
+    assert main(["chat", str(model), "--message", "x"]) == 2
+    assert "preprocessor_config.json: not an ordinary file" in capsys.readouterr().err

@@ -107,6 +107,43 @@ def test_existing_run_is_not_overwritten(tiny_run: Path, small_text: Path, capsy
     assert "already holds a run" in capsys.readouterr().err
 
 
+def test_other_files_are_left_alone_and_a_killed_start_is_not(tmp_path: Path, small_text: Path) -> None:
+    """A folder of the user's is no run folder; what a kill left of a beginning is."""
+    (tmp_path / "tokenizer").mkdir()
+    words = ["tiny", "--data", str(small_text), "--out", str(tmp_path)]
+    assert pretrain.complete(flags.parse("pretrain", words)).out == str(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="--out: .* holds other files and is left alone"):
+        pretrain.complete(flags.parse("pretrain", words))
+
+
+def test_a_resumed_run_stays_in_its_folder(tiny_run: Path) -> None:
+    """--out would be passed over silently."""
+    with pytest.raises(UserError, match="--out: a resumed run stays in its own folder"):
+        pretrain.complete(flags.parse("pretrain", ["--resume", str(tiny_run), "--out", "elsewhere"]))
+    assert pretrain.complete(flags.parse("pretrain", ["--resume", str(tiny_run)])).out == str(tiny_run)
+
+
+def test_weights_come_with_the_data_flag(small_text: Path) -> None:
+    """One per path, however the paths are named."""
+    words = ["tiny", "--data", "a", "b", "--data.weights", "1", "2"]
+    assert pretrain.complete(flags.parse("pretrain", words)).data.weights == (1.0, 2.0)
+    with pytest.raises(ConfigError, match=r"data\.weights: 2 weights for 1 paths"):
+        pretrain.complete(flags.parse("pretrain", ["tiny", "--data", "a", "--data.weights", "1", "2"]))
+
+
+@pytest.mark.parametrize("words", [["--model.text.vocab-size", "600"], ["--model.text.vocab-size=5000"]])
+def test_another_vocabulary_moves_the_control_tokens(words: list[str]) -> None:
+    """They lie at its top, so one flag is enough."""
+    model = flags.parse("pretrain", ["tiny", *words]).config.model
+    size = model.text.vocab_size
+    assert size in (600, 5000)
+    ids = (model.bos_token_id, model.eos_token_id, model.media_placeholder_token_id, model.pad_token_id)
+    assert ids == (size - 256, size - 254, size - 235, size - 1)
+    with pytest.raises(ConfigError, match="--model.text.vocab-size: at least 512"):
+        flags.parse("pretrain", ["tiny", "--model.text.vocab-size", "511"])
+
+
 def test_field_out_of_range_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is read or written."""
     with pytest.raises(SystemExit) as stop:

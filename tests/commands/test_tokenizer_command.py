@@ -63,7 +63,7 @@ def test_text_from_standard_input_and_tokenizer_of_the_newest_run(
         (["encode", "x", "--tokenizer", "gone"], "gone"),
         (["train", "--text", "gone", "--out", "new"], "gone"),
         (["train", "--text", "--out", "new"], "--text"),
-        (["train", "--text", "{text}", "--out", "full"], "full: already exists"),
+        (["train", "--text", "{text}", "--out", "full"], "full: holds other files"),
         (["train", "--text", "{text}", "--out", "new", "--vocab-size", "300"], "vocab_size"),
     ],
 )
