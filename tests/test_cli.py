@@ -206,6 +206,8 @@ def test_sigterm_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest
         (["quickstart", "--minutes", "abc"], "Error parsing --minutes"),
         (["tokenizer"], "Expected one of {train, encode}"),
         (["convert", "source"], "Missing from openk3 convert: TARGET"),
+        (["plan", "--context", "a" * 150], "'" + "a" * 150 + "'"),
+        (["pretrain", "tiny", "--optim.lr", "-1"], "openk3: optim.lr: must be positive, got -1.0 (see"),
     ],
 )
 def test_wrong_flags_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

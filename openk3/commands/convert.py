@@ -105,6 +105,9 @@ def to_run(flags: Convert) -> None:
     with staged_folder(RunFolder.at(flags.target).path, may_replace=lambda folder: False) as folder:
         run, model = RunFolder.at(folder), K3.from_pretrained(directory)
         config = PretrainConfig(model=model.config, out=str(RunFolder.at(flags.target).path))
-        checkpoint.save(TrainState.around(model, config), run.checkpoints)
+        try:
+            checkpoint.save(TrainState.around(model, config), run.checkpoints)
+        except checkpoint.CheckpointError as error:  # it names the temporary folder
+            raise UserError(f"{flags.target}: cannot be written ({checkpoint.reason(error.__cause__)})") from error
         tokenizer.save(run.tokenizer)
         write_json(run.config, config.to_dict())

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import io
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -217,16 +219,20 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     Raises ConfigError for a recipe or a run that does not exist.
     """
     prog, arguments = f"openk3 {name}", list(arguments)
+    help_asked = bool({"-h", "--help"} & set(arguments))
     if name != "pretrain":
+        config = (FlagCreatePairsOff,)
         parsed = _one_line_errors(
-            prog, lambda: tyro.cli(COMMANDS[name], args=arguments, prog=prog, config=(FlagCreatePairsOff,))
+            prog, lambda: tyro.cli(COMMANDS[name], args=arguments, prog=prog, config=config), help_asked
         )
         _check_numbers(parsed)
         return parsed
     default = Pretrain(starting_config(arguments))
-    arguments = ["--help"] if {"-h", "--help"} & set(arguments) else arguments  # with RECIPE among the flags
+    arguments = ["--help"] if help_asked else arguments  # with RECIPE among the flags
     config = (FlagCreatePairsOff, AvoidSubcommands)
-    return _one_line_errors(prog, lambda: tyro.cli(Pretrain, args=arguments, prog=prog, default=default, config=config))
+    return _one_line_errors(
+        prog, lambda: tyro.cli(Pretrain, args=arguments, prog=prog, default=default, config=config), help_asked
+    )
 
 
 def _check_numbers(parsed: Any) -> None:
@@ -239,16 +245,22 @@ def _check_numbers(parsed: Any) -> None:
             raise UserError(f"{flag}: must lie in {SEEDS.start}..{SEEDS.stop - 1}, got {value}")
 
 
-def _one_line_errors(prog: str, parse: Callable[[], Any]) -> Any:
+def _one_line_errors(prog: str, parse: Callable[[], Any], asks_for_help: bool) -> Any:
     """What `parse` returns. tyro frames its errors in a box of several lines; here they become one."""
     errors = io.StringIO()
+    columns = os.environ.get("COLUMNS")
     try:
         with contextlib.redirect_stderr(errors):
+            if not asks_for_help:
+                os.environ["COLUMNS"] = "100000"  # the box breaks long words, a path say, at the terminal's width
             return parse()
     except SystemExit as end:
         if end.code:
             print(one_line(prog, errors.getvalue()), file=sys.stderr)
         raise
+    finally:
+        os.environ.pop("COLUMNS", None)
+        os.environ.update({} if columns is None else {"COLUMNS": columns})
 
 
 def one_line(prog: str, box: str) -> str:
@@ -258,6 +270,7 @@ def one_line(prog: str, box: str) -> str:
     # The first rule lies under or in the title, which repeats what follows; a terminal without UTF-8 has plain dashes.
     start, end = (rules + [-1, len(lines)])[:2] if len(rules) != 1 else (rules[0], len(lines))
     message = " ".join(lines[start + 1 : end]).strip() or "wrong arguments"
+    message = re.sub(r"^Error parsing config\S*: ", "", message)  # a section's own message names its field
     first = [line.split()[0] for line in lines if line]
     near = [word for word in first if word.startswith("--") and word.strip("-") and word not in message]
     suggestion = f"; perhaps you meant {' or '.join(dict.fromkeys(near))}" if near else ""

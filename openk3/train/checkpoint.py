@@ -57,7 +57,7 @@ def save(state: TrainState, folder: Path, *, keep: int = 2) -> Path:
         _flush(folder)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(
-            f"{final}: cannot be written ({_reason(error)}); earlier checkpoints are untouched, make room and resume"
+            f"{final}: cannot be written ({reason(error)}); earlier checkpoints are untouched, make room and resume"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -174,7 +174,7 @@ def _require_same(wanted: dict[str, torch.Tensor], stored: dict[str, Any], path:
 
 
 def _damaged(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged ({_reason(error)}); remove it to resume from an earlier one")
+    return CheckpointError(f"{path}: damaged ({reason(error)}); remove it to resume from an earlier one")
 
 
 def _write(state: TrainState, staging: Path) -> None:
@@ -306,7 +306,7 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException | None) -> str:
     """The cause in one line, from inside DCP's wrapping."""
     failures = getattr(error, "failures", None)
     if failures:

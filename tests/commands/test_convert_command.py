@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,20 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(
     error = capsys.readouterr().err
     assert part in error and error.strip().count("\n") == 0
     assert not Path("out").exists() and [path.name for path in full.iterdir()] == ["note.txt"]
+
+
+def test_a_run_is_written_whole_or_not_at_all(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk while the checkpoint is written: the target's name, and nothing left of it."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("openk3.train.checkpoint._write", full)
+    assert main(["convert", str(tiny_run / "model"), str(tmp_path / "run"), "--to", "run"]) == 2
+    assert capsys.readouterr().err == f"openk3: {tmp_path / 'run'}: cannot be written (No space left on device)\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizer_of_another_size_is_refused(
