@@ -177,7 +177,9 @@ def answer(chat: Conversation, text: str) -> None:
     except KeyboardInterrupt:
         events.close()
         sys.stdout.write(" (stopped)")
-    sys.stdout.write((PLAIN if colour else "") + "\n")
+    finally:
+        sys.stdout.write(PLAIN if colour else "")
+    sys.stdout.write("\n")
     sys.stdout.flush()
 
 

@@ -51,6 +51,18 @@ class Packed:
     padded: PaddedLayout | None = None
     expanded: bool = False
 
+    def __post_init__(self) -> None:
+        ids_T, cu_seqlens, labels_T = self.token_ids_T, self.cu_seqlens, self.labels_T
+        for name, value in (("token_ids_T", ids_T), ("cu_seqlens", cu_seqlens), ("labels_T", labels_T)):
+            if value is not None and not (isinstance(value, Tensor) and value.ndim == 1 and _is_whole(value)):
+                raise ValueError(f"{name}: must be a flat tensor of integers; Packed.join makes one from lists")
+        if labels_T is not None and len(labels_T) != len(ids_T):
+            raise ValueError(f"labels_T: {len(labels_T)} labels for {len(ids_T)} tokens")
+        # Reading a GPU's numbers would wait for it.
+        ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0, len(ids_T)]
+        if ends[:1] != [0] or ends[-1] != len(ids_T) or any(a > b for a, b in zip(ends, ends[1:])):
+            raise ValueError(f"cu_seqlens: must ascend from 0 to the {len(ids_T)} tokens, got {ends[:8]}")
+
     @classmethod
     def join(
         cls,
@@ -232,6 +244,10 @@ def _grow(layout: PaddedLayout, old: Sequence[int], new: Sequence[int]) -> Padde
     width = max([layout.width, *needed])
     starts = [width - n if right else s for s, n, right in zip(layout.starts, new, at_right, strict=True)]
     return PaddedLayout(tuple(starts), width)
+
+
+def _is_whole(value: Tensor) -> bool:
+    return value.dtype in (torch.int64, torch.int32)
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:

@@ -120,8 +120,9 @@ class K3(nn.Module):
         """x_TD: token embeddings with the projected image features in their places. Raises ValueError on bad ids."""
         packed = _expand(self, packed)
         ids_T = packed.token_ids_T
-        if ids_T.device.type == "cpu" and len(ids_T) and int(ids_T.max()) >= self.config.text.vocab_size:
-            raise ValueError(f"token id {int(ids_T.max())} lies outside the vocabulary of {self.embed.num_embeddings}")
+        if ids_T.device.type == "cpu" and len(ids_T):
+            for wrong in (int(end) for end in ids_T.aminmax() if not 0 <= end < self.config.text.vocab_size):
+                raise ValueError(f"token id {wrong} lies outside the vocabulary of {self.embed.num_embeddings}")
         x_TD = self.embed(ids_T)
         if not packed.images:
             return x_TD

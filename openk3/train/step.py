@@ -49,7 +49,7 @@ def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction 
     loss = loss or next_token_loss(config.mtp_loss_weight)
     batches = [packed.expand(state.model.config.media_placeholder_token_id) for packed in batches]
     counts = [count_targets(packed) for packed in batches]
-    all_next, all_mtp = (max(1, sum(column)) for column in zip(*counts))
+    all_next, all_mtp = (max(1, sum(pair[n] for pair in counts)) for n in (0, 1))
     if not any(next_tokens for next_tokens, _ in counts):
         raise ValueError("train_step: no token of the batch has a label")
     state.optimizer.zero_grad()

@@ -90,6 +90,22 @@ def test_interrupt_stops_the_answer_and_keeps_what_was_said(
     assert len(conversation.messages) == 4
 
 
+def test_an_error_inside_an_answer_leaves_the_terminal_plain(
+    conversation: chat.Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also SIGTERM, which is one."""
+
+    def stopped(*args: Any, **kwargs: Any) -> Iterator[int]:
+        yield from conversation.tokenizer.encode("half")
+        raise SystemExit(143)
+
+    monkeypatch.setattr("openk3.commands.terminal.is_coloured", lambda: True)
+    monkeypatch.setattr(chat, "generate", stopped)
+    with pytest.raises(SystemExit):
+        chat.answer(conversation, "so?")
+    assert capsys.readouterr().out == f"{chat.DIM}half{chat.PLAIN}"
+
+
 def test_session_from_standard_input(
     tiny_run: Path, picture: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

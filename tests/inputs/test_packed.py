@@ -253,3 +253,27 @@ def test_expansion_equals_a_loop(rows, data):
     labels = want if grown.labels_T is None else grown.labels_T.tolist()
     assert labels == [IGNORE if t == MEDIA else t for t in want]
     assert Packed.join([grown.token_ids_T], images).num_tokens == grown.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "words"),
+    [
+        ([0, 2], r"cu_seqlens: must ascend from 0 to the 3 tokens, got \[0, 2\]"),
+        ([0, 5], "must ascend"),
+        ([1, 3], "must ascend"),
+        ([0, 3, 1, 3], "must ascend"),
+        ([], "cu_seqlens: must"),
+        ([[0, 3]], "cu_seqlens: must be a flat tensor of integers"),
+        ([0.0, 3.0], "cu_seqlens: must be a flat tensor"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(cu_seqlens: list[int], words: str) -> None:
+    """A Packed made by hand, not by `join`."""
+    ids_T = torch.tensor([1, 2, 3])
+    with pytest.raises(ValueError, match=words):
+        Packed(ids_T, torch.tensor(cu_seqlens))
+    with pytest.raises(ValueError, match="token_ids_T: must be a flat tensor"):
+        Packed([1, 2, 3], torch.tensor([0, 3]))  # pyrefly: ignore
+    with pytest.raises(ValueError, match="labels_T: 2 labels for 3 tokens"):
+        Packed(ids_T, torch.tensor([0, 3]), labels_T=ids_T[:2])
+    assert Packed(ids_T, torch.tensor([0, 0, 3], dtype=torch.int32)).lengths.tolist() == [0, 3]

@@ -264,6 +264,8 @@ def test_errors_name_what_is_wrong() -> None:
     """Ids beyond the vocabulary, images without a tower or placeholder, a cache of another size."""
     with pytest.raises(ValueError, match="token id 61 lies outside the vocabulary of 61"):
         MODEL(Packed.join([[VOCAB]]))
+    with pytest.raises(ValueError, match="token id -1 lies outside the vocabulary of 61"):
+        MODEL(Packed(torch.tensor([3, -1]), torch.tensor([0, 2], dtype=torch.int32)))
     blind = tiny_model(tiny_config(vision=False))
     with pytest.raises(ValueError, match="no vision tower"):
         blind(Packed.join([[MEDIA]], images=[random_image((1, 2, 2))]))

@@ -150,8 +150,9 @@ def test_diverged_step_changes_nothing() -> None:
 def test_batch_without_labels_is_refused() -> None:
     """Nothing to learn from is an error, not a NaN."""
     packed = Packed.join([[1, 2, 3]], labels=[[-100, -100, -100]])
-    with pytest.raises(ValueError, match="no token of the batch has a label"):
-        train_step(build(), [packed])
+    for batches in ([packed], [], [Packed.join([])]):
+        with pytest.raises(ValueError, match="no token of the batch has a label"):
+            train_step(build(), batches)
 
 
 def test_bfloat16_model_learns() -> None:
