@@ -52,16 +52,7 @@ class Packed:
     expanded: bool = False
 
     def __post_init__(self) -> None:
-        ids_T, cu_seqlens, labels_T = self.token_ids_T, self.cu_seqlens, self.labels_T
-        for name, value in (("token_ids_T", ids_T), ("cu_seqlens", cu_seqlens), ("labels_T", labels_T)):
-            if value is not None and not (isinstance(value, Tensor) and value.ndim == 1 and _is_whole(value)):
-                raise ValueError(f"{name}: must be a flat tensor of integers; Packed.join makes one from lists")
-        if labels_T is not None and len(labels_T) != len(ids_T):
-            raise ValueError(f"labels_T: {len(labels_T)} labels for {len(ids_T)} tokens")
-        # Reading a GPU's numbers would wait for it.
-        ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0, len(ids_T)]
-        if ends[:1] != [0] or ends[-1] != len(ids_T) or any(a > b for a, b in zip(ends, ends[1:])):
-            raise ValueError(f"cu_seqlens: must ascend from 0 to the {len(ids_T)} tokens, got {ends[:8]}")
+        _check_layout(self.token_ids_T, self.cu_seqlens, self.labels_T)
 
     @classmethod
     def join(
@@ -246,8 +237,17 @@ def _grow(layout: PaddedLayout, old: Sequence[int], new: Sequence[int]) -> Padde
     return PaddedLayout(tuple(starts), width)
 
 
-def _is_whole(value: Tensor) -> bool:
-    return value.dtype in (torch.int64, torch.int32)
+def _check_layout(ids_T: Tensor, cu_seqlens: Tensor, labels_T: Tensor | None) -> None:
+    for name, value in (("token_ids_T", ids_T), ("cu_seqlens", cu_seqlens), ("labels_T", labels_T)):
+        whole = isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int64, torch.int32)
+        if value is not None and not whole:
+            raise ValueError(f"{name}: must be a flat tensor of integers; Packed.join makes one from lists")
+    if labels_T is not None and len(labels_T) != len(ids_T):
+        raise ValueError(f"labels_T: {len(labels_T)} labels for {len(ids_T)} tokens")
+    # Reading a GPU's numbers would wait for it.
+    ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0, len(ids_T)]
+    if ends[:1] != [0] or ends[-1] != len(ids_T) or any(a > b for a, b in zip(ends, ends[1:])):
+        raise ValueError(f"cu_seqlens: must ascend from 0 to the {len(ids_T)} tokens, got {ends[:8]}")
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
