@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,9 +75,21 @@ class Stream:
             self._order = (self.epoch, permutation(len(self.source), self.seed, self.number, self.epoch))
         return int(self._order[1][position])
 
+    def place(self) -> tuple[dict[str, int], list[OpenDocument]]:
+        """Where the stream is, for `go_back`; nothing has to be read again."""
+        return self._cursor(), [dataclasses.replace(opened) for opened in self.open]
+
+    def go_back(self, place: tuple[dict[str, int], list[OpenDocument]]) -> None:
+        """Continue where `place` was taken."""
+        vars(self).update(place[0])
+        self.open = place[1]
+
+    def _cursor(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("epoch", "position", "drawn", "tokens")}
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        cursor = {name: getattr(self, name) for name in ("epoch", "position", "drawn", "tokens")}
+        cursor = self._cursor()
         return {**cursor, "open": [[opened.index, opened.done] for opened in self.open]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,10 +131,18 @@ class Loader:
     def batch(self, seq_len: int) -> list[Packed]:
         """The micro-batches of the next optimizer step, in windows of at most `seq_len` tokens.
 
-        Each holds at most max(micro_batch_tokens, seq_len) tokens; together they make about batch_tokens.
+        Each holds at most max(micro_batch_tokens, seq_len) tokens; together they make about batch_tokens. An error
+        leaves the loader as it was.
         """
         budget = max(self.micro_batch_tokens, seq_len)
-        return [self._micro_batch(seq_len, budget) for _ in range(max(1, round(self.batch_tokens / budget)))]
+        places, pending = [stream.place() for stream in self.streams], list(self.pending)
+        try:
+            return [self._micro_batch(seq_len, budget) for _ in range(max(1, round(self.batch_tokens / budget)))]
+        except BaseException:  # a document that cannot be read: the next call begins where this one did
+            for stream, place in zip(self.streams, places, strict=True):
+                stream.go_back(place)
+            self.pending = pending
+            raise
 
     def _micro_batch(self, seq_len: int, budget: int) -> Packed:
         """Twice the budget, and enough windows, are kept pending, so that the packer has something to choose from."""

@@ -114,10 +114,15 @@ class Files:
         with path.open("rb") as file:
             file.seek(start)
             data = file.read(stop - start)
+        if len(data) != stop - start:
+            raise DataError(f"{path}: has become shorter since training began; put it back and resume")
         if path.suffix == ".jsonl":
             where = f"{path}:{key.rpartition(':')[2]}"
             return Record(_parse(data, where), where, path.parent)
-        return Record({"text": data.decode("utf-8").removeprefix("\ufeff")}, str(path))
+        try:
+            return Record({"text": data.decode("utf-8").removeprefix("\ufeff")}, str(path))
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: has changed since training began; put it back and resume") from None
 
     def key(self, index: int) -> str:
         """Path relative to the folder, with `:line` in a JSONL file and `#piece` in a long text."""

@@ -45,17 +45,18 @@ def save(state: TrainState, folder: Path, *, keep: int = 2) -> Path:
     leaves the earlier checkpoints as they were and nothing that looks like a new one. Raises CheckpointError.
     """
     final = folder / f"step-{state.step:08d}"
+    for leftover in folder.glob(".step-*"):  # of a process that was killed; a run has one writer
+        shutil.rmtree(leftover, ignore_errors=True)
     if final.is_dir():
         return final
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=folder))
     try:
         _write(state, staging)
         os.replace(staging, final)
         _flush(folder)
     except (OSError, CheckpointException) as error:
+        _raise_if_stopped(error)
         raise CheckpointError(
             f"{final}: cannot be written ({reason(error)}); earlier checkpoints are untouched, make room and resume"
         ) from error
@@ -148,6 +149,7 @@ def _fill(tensors: dict[str, Any], path: Path) -> None:
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # whatever damaged or hostile files can cause
+        _raise_if_stopped(error)
         raise _damaged(path, error) from error
 
 
@@ -306,11 +308,21 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def reason(error: BaseException | None) -> str:
-    """The cause in one line, from inside DCP's wrapping."""
+def _cause(error: BaseException) -> BaseException:
+    """What happened, from inside DCP's wrapping."""
     failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _raise_if_stopped(error: BaseException) -> None:
+    """Ctrl-C and SIGTERM are no fault of a file, though DCP wraps them like one."""
+    if not isinstance(_cause(error), Exception | CheckpointException):
+        raise _cause(error)
+
+
+def reason(error: BaseException | None) -> str:
+    """The cause in one line."""
+    error = _cause(error) if error is not None else error
     if isinstance(error, OSError) and error.filename is not None:
         return f"{Path(os.fsdecode(error.filename)).name}: {error.strerror}"
     if isinstance(error, JsonError):

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from openk3.config.model import ConfigError
 from openk3.config.train import PretrainConfig
-from openk3.data.documents import Encoder
+from openk3.data.documents import DataError, Encoder
 from openk3.data.loader import Loader
 from openk3.data.sources import Files, Joined, Source, split, texts
 from openk3.inputs.packed import Packed
@@ -202,8 +202,7 @@ class _Loop:
         with StopSignals() as signals, self._bar() as bar:
             first, busy = state.step, 0.0
             while state.step < state.total_steps and not signals.requested:
-                values = self._step()
-                self.opening.started = True
+                values = self._guarded_step()
                 busy += values["seconds"]
                 elapsed = time.perf_counter() - began
                 state.seconds, self.outside = self.before + elapsed, (elapsed - busy) / (state.step - first)
@@ -219,12 +218,21 @@ class _Loop:
         if state.interrupted:
             log.info("stopped at step %d of %d; saved in %s", state.step, state.total_steps, self.folder.path)
 
+    def _guarded_step(self) -> dict[str, float]:
+        """One step. A document that can no longer be read ends the run, but nothing that was learnt is lost."""
+        try:
+            return self._step()
+        except (DataError, OSError):
+            if self.opening.started:
+                checkpoint.save(self.state, self.folder.checkpoints, keep=self.config.checkpoint.keep)
+            raise
+
     def _step(self) -> dict[str, float]:
-        state, loader = self.state, self.state.loader
+        state, loader, seq_len = self.state, self.state.loader, self.state.seq_len
         assert loader is not None
-        seq_len = state.seq_len
         self.timer.start()
         values: dict[str, float] = {"seq_len": seq_len, **train_step(state, loader.batch(seq_len))}
+        self.opening.started = True
         seconds = self.timer.stop()
         values |= {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
         if self.config.minutes:
@@ -232,7 +240,11 @@ class _Loop:
         if state.step < state.total_steps and state.seq_len != seq_len:
             self.timer.clear()
         if self.validator.due(state.step, last=state.step >= state.total_steps):
-            values |= self.validator.measure(state)
+            try:
+                values |= self.validator.measure(state)
+            except (DataError, OSError):
+                self.metrics.write(state.step, values)  # the step itself was made
+                raise
         return values
 
     def _bar(self) -> tqdm:

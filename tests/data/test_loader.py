@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openk3.data.documents import DataError, Encoder
+from openk3.data.documents import DataError, Encoder, Record
 from openk3.data.loader import Loader, permutation
 from openk3.data.sources import Records
 from openk3.inputs.packed import Packed
@@ -123,6 +123,36 @@ def test_long_documents_are_mixed() -> None:
     loader = make(Records("docs", [{"text": chr(65 + n) * 2000} for n in range(20)]), batch=1024)
     letters = {row[3] for row in rows(loader.batch(64))}
     assert len(letters) > 6
+
+
+class Broken(Records):
+    """Numbered documents of which one cannot be read for a while."""
+
+    broken = ""
+
+    def record(self, index: int) -> Record:
+        if self.key(index) == self.broken:
+            raise DataError(f"{self.broken}: gone")
+        return super().record(index)
+
+
+def test_an_unreadable_document_costs_no_place() -> None:
+    """The step that met it can be asked for again, or saved and resumed, as if nothing had been."""
+    expected = [rows(batch) for batch in map(make().batch, [32] * 12)]
+    source = Broken("docs", numbered().records)
+    loader, met = make(source), 0
+    for n, want in enumerate(expected):
+        source.broken = f"docs:{(n * 29 + 5) % NUM_DOCUMENTS}"
+        before = loader.state_dict()
+        try:
+            batch = loader.batch(32)
+        except DataError:
+            met += 1
+            assert loader.state_dict() == before
+            source.broken = ""
+            batch = loader.batch(32)
+        assert rows(batch) == want
+    assert met >= 2
 
 
 def test_growing_windows_lose_nothing() -> None:

@@ -149,6 +149,11 @@ def test_a_kill_during_a_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: 
     leftover.mkdir(parents=True)
     (leftover / "state.json").write_text("{}")
     assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(state, tmp_path)
+    leftover.mkdir()
+    checkpoint.save(state, tmp_path)
+    assert os.listdir(tmp_path) == ["step-00000000"]  # also where there was nothing new to save
+    shutil.rmtree(tmp_path / "step-00000000")
 
     def killed(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -160,6 +165,24 @@ def test_a_kill_during_a_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: 
     assert checkpoint.latest(tmp_path) is None
     checkpoint.save(state, tmp_path)
     assert os.listdir(tmp_path) == ["step-00000000"]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(143)])
+def test_a_signal_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException) -> None:
+    """DCP wraps what stops it as it wraps an error; nobody should remove a sound checkpoint for it."""
+    state = TrainState.build(small_run())
+    path = checkpoint.save(state, tmp_path)
+
+    def stopped(*_: Any) -> Any:
+        raise stop
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", stopped)
+    with pytest.raises(type(stop)):
+        checkpoint.load(state, path)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", stopped)
+    with pytest.raises(type(stop)):
+        checkpoint.save(state, tmp_path / "other")
+    assert os.listdir(tmp_path / "other") == []
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,6 +272,33 @@ def test_what_is_refused(whole: TrainState, corpus: Path, tmp_path: Path) -> Non
     changed = dataclasses.replace(config, data=dataclasses.replace(config.data, paths=(str(other),)))
     with pytest.raises(DataError, match="the training documents, weights or seed changed"):
         pretrain(changed, resume=True)
+
+
+@pytest.mark.parametrize("how", ["gone", "shorter", "other bytes"])
+def test_a_document_lost_while_training_costs_nothing_learnt(
+    whole: TrainState, corpus: Path, tmp_path: Path, how: str
+) -> None:
+    """Somebody edits the corpus: one line, and once it is as before the run goes on bit for bit."""
+    mine = tmp_path / "corpus"
+    shutil.copytree(corpus, mine)
+    config = config_of(mine, tmp_path / "run")
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=0, experts="float32"))
+
+    def spoil(state: TrainState, values: dict[str, float]) -> None:
+        for file in mine.glob("*.txt") if state.step == 1 else ():
+            if how == "gone":
+                file.unlink()
+            else:
+                file.write_bytes(b"\xff" * (file.stat().st_size - (how == "shorter")))
+
+    with pytest.raises((DataError, FileNotFoundError), match=r"\.txt"):
+        pretrain(config, tokenizer=TOKENIZER, on_step=spoil)
+    saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert saved is not None and saved.name != "step-00000006"
+    shutil.copytree(corpus, mine, dirs_exist_ok=True)
+    assert same(pretrain(config, resume=True), whole)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
 def test_held_out_documents_without_text(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
