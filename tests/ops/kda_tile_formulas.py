@@ -55,10 +55,9 @@ class Workspace:
     kd: Tensor
     qd: Tensor
     kr: Tensor
-    inv: Tensor
+    inv: Tensor  # (I + diag(beta) P)^-1 diag(beta)
     mqk: Tensor
     decay: Tensor
-    beta: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,9 @@ def prepare(rows: Rows, bound: float = -5.0) -> Workspace:
     ki = rows.kn * (R - rows.G).exp2()
     kd, qd = rows.kn * (rows.G - R).exp2(), rows.qn * K**-0.5 * (rows.G - R).exp2()
     P, mqk = (kd @ ki.mT).tril(-1), (qd @ ki.mT).tril()
-    inv = torch.linalg.inv(torch.eye(C).to(P) + rows.beta[..., None] * P)
+    inv = torch.linalg.inv(torch.eye(C).to(P) + rows.beta[..., None] * P) * rows.beta[:, :, None]
     last = rows.G[:, :, -1:]
-    return Workspace(kd * 2**R, qd * 2**R, ki * (last - R).exp2(), inv, mqk, last[:, :, 0].exp2(), rows.beta)
+    return Workspace(kd * 2**R, qd * 2**R, ki * (last - R).exp2(), inv, mqk, last[:, :, 0].exp2())
 
 
 def forward_scan(
@@ -110,27 +109,25 @@ def forward_scan(
             S = final[n]
             states[x] = S.mT
             r[x] = v[x] - space.kd[x] @ S
-            U = space.inv[x] @ (space.beta[x][..., None] * r[x])
+            U = space.inv[x] @ r[x]
             o[x] = space.qd[x] @ S + space.mqk[x] @ U
             final[n] = space.decay[x][..., None] * S + space.kr[x].mT @ U
     return cut.collect(o), cut.collect(r), states, final
 
 
 def reverse_scan(space: Workspace, d_o_THV: Tensor, d_final_NHKV: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
-    """z [T, H, V], transposed gradients of the states leaving each tile [X, H, V, K], those of the initial states."""
+    """Gradients of v [T, H, V], transposed gradients of the states leaving each tile [X, H, V, K], those of the initial states."""
     d_o = cut.spread(d_o_THV)
-    z, d_states = torch.empty_like(d_o), d_o.new_empty(*d_o.shape[:2], d_o.shape[3], space.kd.shape[3])
+    dr, d_states = torch.empty_like(d_o), d_o.new_empty(*d_o.shape[:2], d_o.shape[3], space.kd.shape[3])
     d_state = d_final_NHKV.clone()
     for n, (first, end) in enumerate(zip(cut.bounds, cut.bounds[1:])):
         for x in reversed(range(first, end)):
             dS = d_state[n].mT
             d_states[x] = dS
             dU = dS @ space.kr[x].mT + d_o[x].mT @ space.mqk[x]
-            zT = dU @ space.inv[x]
-            z[x] = zT.mT
-            dr = zT * space.beta[x][:, None]
-            d_state[n] = (dS * space.decay[x][:, None] + d_o[x].mT @ space.qd[x] - dr @ space.kd[x]).mT
-    return cut.collect(z), d_states, d_state
+            dr[x] = (dU @ space.inv[x]).mT
+            d_state[n] = (dS * space.decay[x][:, None] + d_o[x].mT @ space.qd[x] - dr[x].mT @ space.kd[x]).mT
+    return cut.collect(dr), d_states, d_state
 
 
 @dataclass(frozen=True)
@@ -140,25 +137,22 @@ class Scanned:
     states: Tensor
     d_states: Tensor
     r: Tensor
-    z: Tensor
+    d_v: Tensor
     d_o: Tensor
 
 
 def tile_gradients(inputs: dict[str, Tensor], scanned: Scanned, cut: Cut, bound: float = -5.0) -> dict[str, Tensor]:
-    """Gradients of q, k, v, decay logits and beta logits, every tile and head by itself."""
+    """Gradients of q, k, decay logits and beta logits, every tile and head by itself."""
     rows = tile_rows(inputs, cut, bound)
     space = prepare(rows, bound)
-    r, z, d_o = (cut.spread(x) for x in (scanned.r, scanned.z, scanned.d_o))
+    r, dr, d_o = (cut.spread(x) for x in (scanned.r, scanned.d_v, scanned.d_o))
     C, K = rows.G.shape[2:]
     scale, R, last = K**-0.5, rows.G[:, :, -1:] / 2, rows.G[:, :, -1:]
     up, down = (rows.G - R).exp2(), (R - rows.G).exp2()
     kd, ki, qd = rows.kn * up, rows.kn * down, rows.qn * scale * up
-    beta = rows.beta[..., None]
-    U = space.inv @ (beta * r)
-    dM, dbP = (d_o @ U.mT).tril(), -(z @ U.mT).tril(-1)
-    P = (kd @ ki.mT).tril(-1)
-    d_beta = (z * r).sum(-1) + (dbP * P).sum(-1)
-    dr, dP = beta * z, beta * dbP
+    U = space.inv @ r
+    dM, dP = (d_o @ U.mT).tril(), -(dr @ U.mT).tril(-1)
+    d_beta_logit = (1 - rows.beta) * ((dr * r).sum(-1) + (dP * (kd @ ki.mT)).sum(-1))
     d_qd = (d_o @ scanned.states) * R.exp2() + dM @ ki
     d_kd = -(dr @ scanned.states) * R.exp2() + dP @ ki
     d_kr = U @ scanned.d_states * (last - R).exp2()
@@ -171,8 +165,7 @@ def tile_gradients(inputs: dict[str, Tensor], scanned: Scanned, cut: Cut, bound:
     result = {
         "d_q": rows.q_scale * (d_qn - rows.qn * (rows.qn * d_qn).sum(-1, keepdim=True)),
         "d_k": rows.k_scale * (d_kn - rows.kn * (rows.kn * d_kn).sum(-1, keepdim=True)),
-        "d_v": dr,
         "d_decay_logit": dg * bound * rows.opened * (1 - rows.opened) * slope,
     }
     tokens = {name: cut.collect(x) for name, x in result.items()}
-    return tokens | {"d_beta_logit": cut.collect((d_beta * rows.beta * (1 - rows.beta))[..., None])[..., 0]}
+    return tokens | {"d_beta_logit": cut.collect(d_beta_logit[..., None])[..., 0]}

@@ -21,9 +21,9 @@ def test_formulas_equal_autograd(lengths: list[int], C: int) -> None:
     o, r, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
     generator = torch.Generator().manual_seed(99)
     d_o, d_final = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, final))
-    z, d_states, d_state = reverse_scan(space, d_o, d_final, cut)
-    got = tile_gradients(inputs, Scanned(states, d_states, r, z, d_o), cut)
+    d_v, d_states, d_state = reverse_scan(space, d_o, d_final, cut)
+    got = tile_gradients(inputs, Scanned(states, d_states, r, d_v, d_o), cut)
     d_logit = got["d_decay_logit"]
     got["d_dt_bias"] = d_logit.sum(0)
     got["d_A_log"] = (d_logit * (inputs["decay_logit"] + inputs["dt_bias"])).sum((0, 2))
-    assert_same({"o": o, "final": final, "d_state": d_state} | got, want, atol=1e-9)
+    assert_same({"o": o, "final": final, "d_v": d_v, "d_state": d_state} | got, want, atol=1e-9)
