@@ -28,7 +28,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	fi
 	@echo "installing $(TORCH), then openk3 with its development tools"
 	@$(PIP) install $(TORCH)
-	@$(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
+# CUDA builds of torch bring the triton that they need: the pin is for the others.
+	@own=$$($(BIN)/python -c 'import importlib.util as i; print("triton" if i.find_spec("triton") else "torch")'); \
+	$(PIP) install -c <(grep -v -e '^torch==' -e "^$$own==" constraints.txt) -e '.[dev]'
 	@touch $@
 
 demo: setup ## train a small K3 on this machine (8 minutes, or MINUTES=)

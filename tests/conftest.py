@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import settings
 
 import openk3
@@ -14,6 +15,16 @@ from openk3.cli import main
 
 # Read by torch when it is imported, which no test module has done yet: two workers must not fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels run in Triton's interpreter, on the CPU; where tests of the GPU are asked for, they are compiled.
+
+    Triton reads the choice when a kernel is defined. The tests can work with no other, so it is not left to the user.
+    """
+    expression = Expression.compile(config.option.markexpr or "not gpu")
+    os.environ["TRITON_INTERPRET"] = "0" if expression.evaluate(lambda name, **_: name == "gpu") else "1"
+
 
 settings.register_profile("openk3", deadline=None, derandomize=True)
 settings.load_profile("openk3")
