@@ -1,19 +1,62 @@
-"""Where packed sequences begin and end."""
+"""Where packed sequences begin and end, read from a GPU at most once for each tensor of bounds."""
 
+import weakref
+from functools import lru_cache
+
+import torch
 from torch import Tensor
+
+_REMEMBERED = 16
 
 
 def sequence_bounds(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[int, ...]:
     """Bounds of N packed sequences as N + 1 integers: sequence n is tokens [bounds[n], bounds[n + 1]).
 
     cu_seqlens [N + 1] integers from 0 up to num_tokens; equal neighbours are an empty sequence; None is one sequence.
-    Raises ValueError if it is no such tensor or does not cover the tokens in order.
+    Raises ValueError if it is no such tensor or does not cover the tokens in order. Reading a tensor on a GPU waits
+    for all its work, so what was read is remembered for as long as the tensor lives and is not written to.
     """
     if cu_seqlens is None:
         return 0, num_tokens
-    bounds = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 else ()
+    bounds = _integers(cu_seqlens) if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 else ()
     rising = all(type(a) is int and a <= b for a, b in zip(bounds, bounds[1:]))
     if not bounds or bounds[0] != 0 or bounds[-1] != num_tokens or not rising:
         got = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens: a tensor that must rise from 0 to the number of tokens, {num_tokens}; got {got}")
     return bounds
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def bounds_on(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """The bounds as int32 [N + 1] on `device`: one tensor for all who ask, not to be written to."""
+    return torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+class Memory:
+    """The integers of the tensors that were asked for last."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def integers(self, x: Tensor) -> tuple[int, ...]:
+        """x.tolist() of a 1-d tensor, read again only if x was written to in between."""
+        if x.is_inference():  # keeps no count of writes
+            return tuple(x.tolist())
+        for reference, version, values in self._known:
+            if reference() is x and version == x._version:
+                return values
+        values = tuple(x.tolist())
+        others = [known for known in self._known if known[0]() is not None and known[0]() is not x]
+        self._known = [(weakref.ref(x), x._version, values), *others][:_REMEMBERED]
+        return values
+
+
+_MEMORY = Memory()
+
+
+def _integers(x: Tensor) -> tuple[int, ...]:
+    # A CPU tensor is quick to read, and may share its memory with an array that counts no writes.
+    return tuple(x.tolist()) if x.device.type == "cpu" else _MEMORY.integers(x)

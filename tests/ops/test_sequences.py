@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_checks import Watch
 
-from openk3.ops.sequences import sequence_bounds
+from openk3.ops.sequences import Memory, bounds_on, sequence_bounds
 
 
 def test_bounds() -> None:
@@ -21,3 +22,28 @@ def test_bounds_that_do_not_fit(bounds: list) -> None:
     for given in (torch.tensor(bounds), bounds):
         with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 7; got"):
             sequence_bounds(given, 7)
+
+
+def test_memory_of_bounds() -> None:
+    """A tensor is read once; again after any write, through a view too; another tensor in its place is another one."""
+    memory, x = Memory(), torch.tensor([0, 3, 7])
+    with Watch() as watch:
+        assert memory.integers(x) == memory.integers(x) == (0, 3, 7)
+    assert sum(watch.calls.values()) == 0 and len(memory) == 1
+    x[1:].add_(1)
+    assert memory.integers(x) == (0, 4, 8)
+    for n in range(100):
+        assert memory.integers(torch.tensor([n, n + 1])) == (n, n + 1)
+    assert len(memory) < 20
+    with torch.inference_mode():
+        y = torch.tensor([0, 2])
+        assert memory.integers(y) == (0, 2)
+        y[1] = 5
+        assert memory.integers(y) == (0, 5)
+
+
+def test_bounds_on_a_device_are_made_once() -> None:
+    """Equal bounds are one int32 tensor for all layers."""
+    device = torch.device("cpu")
+    assert bounds_on((0, 3, 3), device) is bounds_on((0, 3, 3), device)
+    assert bounds_on((0, 3, 3), device).dtype == torch.int32 and bounds_on((0, 3, 3), device).tolist() == [0, 3, 3]
