@@ -116,7 +116,7 @@ def forward_scan(
 
 
 def reverse_scan(space: Workspace, d_o_THV: Tensor, d_final_NHKV: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v [T, H, V], transposed gradients of the states leaving each tile [X, H, V, K], those of the initial states."""
+    """Gradients of v [T, H, V], transposed ones of the states leaving each tile [X, H, V, K], those of first states."""
     d_o = cut.spread(d_o_THV)
     dr, d_states = torch.empty_like(d_o), d_o.new_empty(*d_o.shape[:2], d_o.shape[3], space.kd.shape[3])
     d_state = d_final_NHKV.clone()
