@@ -52,7 +52,7 @@ class Cut:
 class Workspace:
     """What the scans read of each tile and head."""
 
-    kd: Tensor
+    nkd: Tensor  # -kd
     qd: Tensor
     kr: Tensor
     inv: Tensor  # (I + diag(beta) P)^-1 diag(beta)
@@ -94,7 +94,7 @@ def prepare(rows: Rows, bound: float = -5.0) -> Workspace:
     P, mqk = (kd @ ki.mT).tril(-1), (qd @ ki.mT).tril()
     inv = torch.linalg.inv(torch.eye(C).to(P) + rows.beta[..., None] * P) * rows.beta[:, :, None]
     last = rows.G[:, :, -1:]
-    return Workspace(kd * 2**R, qd * 2**R, ki * (last - R).exp2(), inv, mqk, last[:, :, 0].exp2())
+    return Workspace(-kd * 2**R, qd * 2**R, ki * (last - R).exp2(), inv, mqk, last[:, :, 0].exp2())
 
 
 def forward_scan(
@@ -102,13 +102,13 @@ def forward_scan(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs and r [T, H, V], transposed states entering each tile [X, H, V, K], final states."""
     v = cut.spread(v_THV)
-    o, r, states = torch.empty_like(v), torch.empty_like(v), v.new_empty(*v.shape[:2], v.shape[3], space.kd.shape[3])
+    o, r, states = torch.empty_like(v), torch.empty_like(v), v.new_empty(*v.shape[:2], v.shape[3], space.nkd.shape[3])
     final = state_NHKV.clone()
     for n, (first, end) in enumerate(zip(cut.bounds, cut.bounds[1:])):
         for x in range(first, end):
             S = final[n]
             states[x] = S.mT
-            r[x] = v[x] - space.kd[x] @ S
+            r[x] = v[x] + space.nkd[x] @ S
             U = space.inv[x] @ r[x]
             o[x] = space.qd[x] @ S + space.mqk[x] @ U
             final[n] = space.decay[x][..., None] * S + space.kr[x].mT @ U
@@ -118,7 +118,7 @@ def forward_scan(
 def reverse_scan(space: Workspace, d_o_THV: Tensor, d_final_NHKV: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of v [T, H, V], transposed ones of the states leaving each tile [X, H, V, K], those of first states."""
     d_o = cut.spread(d_o_THV)
-    dr, d_states = torch.empty_like(d_o), d_o.new_empty(*d_o.shape[:2], d_o.shape[3], space.kd.shape[3])
+    dr, d_states = torch.empty_like(d_o), d_o.new_empty(*d_o.shape[:2], d_o.shape[3], space.nkd.shape[3])
     d_state = d_final_NHKV.clone()
     for n, (first, end) in enumerate(zip(cut.bounds, cut.bounds[1:])):
         for x in reversed(range(first, end)):
@@ -126,7 +126,7 @@ def reverse_scan(space: Workspace, d_o_THV: Tensor, d_final_NHKV: Tensor, cut: C
             d_states[x] = dS
             dU = dS @ space.kr[x].mT + d_o[x].mT @ space.mqk[x]
             dr[x] = (dU @ space.inv[x]).mT
-            d_state[n] = (dS * space.decay[x][:, None] + d_o[x].mT @ space.qd[x] - dr[x].mT @ space.kd[x]).mT
+            d_state[n] = (dS * space.decay[x][:, None] + d_o[x].mT @ space.qd[x] + dr[x].mT @ space.nkd[x]).mT
     return cut.collect(dr), d_states, d_state
 
 
