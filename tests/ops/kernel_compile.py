@@ -76,16 +76,21 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> Any:
     names = [parameter.name for parameter in kernel.params]
     if set(names) != set(arguments):
         raise ValueError(f"{kernel.__name__}: missing or unknown arguments {sorted(set(names) ^ set(arguments))}")
-    signature, constants, attributes = {}, {}, {}
-    for parameter in kernel.params:
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or not isinstance(value, str):
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def kind_of(value: Any, path: tuple[int, ...], constant: bool) -> Any:
+        if isinstance(value, tuple) and not constant:
+            return tuple(kind_of(part, (*path, i), constant) for i, part in enumerate(value))
+        if constant or not isinstance(value, str):
+            constants[path] = value
+            return "constexpr"
         kind, divisor = re.fullmatch(r"(.*?)(?::(\d+))?", value).groups()
-        signature[parameter.name] = kind
         if divisor == "16" or (kind.startswith("*") and divisor is None):
-            attributes[(names.index(parameter.name),)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    signature = {p.name: kind_of(arguments[p.name], (i,), p.is_constexpr) for i, p in enumerate(kernel.params)}
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return source(kernel, signature, constants, attributes)
 
