@@ -1,0 +1,242 @@
+"""Triton kernels of the KDA scan: the state walks through the tiles of a sequence, and segments of one are joined.
+
+The state is held transposed, S^T [V, K], as the float32 accumulator of tensor-core products: then every left operand is
+a converted accumulator, which stays in registers, and every right operand is a tile of the workspace. Per tile:
+r^T = v^T + S^T nkd^T;  U^T = r^T inv^T;  o^T = S^T qd^T + U^T mqk^T;  S^T <- S^T diag(decay) + U^T kr.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openk3.ops.kda.prepare_kernel import Workspace
+from openk3.ops.kda.tiles import Span, Tiles
+
+
+@dataclass(frozen=True)
+class ScanOutputs:
+    """Where a scan writes; None is not wanted. All are written for every tile, token and run of the span."""
+
+    o: Tensor | None = None  # [T, H, V] of all tokens
+    r: Tensor | None = None  # [tokens of the span, H, V]: v minus what the state predicted
+    states: Tensor | None = None  # [X, H, V, K]: the transposed state entering each tile
+    final: Tensor | None = None  # [P, H, K, V] float32
+    saved: Tensor | None = None  # [rows, H, K, V] float32: states behind tiles that Span.mark_X names
+
+
+def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor | None, outputs: ScanOutputs) -> None:
+    """Scan each run of the span from its own initial state (float32; None: zero)."""
+    _, H, V = v_THV.shape
+    runs, K = span.num_runs, workspace.qd.shape[3]
+    options = scan_settings(V)
+    if runs * H == 0:
+        return
+    w, out = workspace, outputs
+    scan_kernel[(runs * H * (V // options["BV"]),)](
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, v_THV, initial_PHKV),
+        *(out.o, out.r, out.states, out.final, out.saved),
+        *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
+        K=K,
+        V=V,
+        C=span.chunk,
+        MAPS=False,
+        **options,
+    )
+
+
+def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
+    """Each run as an affine map of the state: [P, H, V + K, K] float32.
+
+    Rows 0..V-1 are the transposed state that leaves the run when zero enters, the others the transposed transition.
+    """
+    _, H, V = v_THV.shape
+    runs, K = span.num_runs, workspace.qd.shape[3]
+    maps = torch.empty(runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
+    options = scan_settings(V)
+    options["BV"] = min(options["BV"], K)
+    if runs * H == 0:
+        return maps
+    w = workspace
+    scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, v_THV, None),
+        *(None, None, None, maps, None),
+        *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
+        K=K,
+        V=V,
+        C=span.chunk,
+        MAPS=True,
+        **options,
+    )
+    return maps
+
+
+def fold(maps: Tensor, tiles: Tiles, initial_NHKV: Tensor | None) -> Tensor:
+    """States entering every part [P, H, K, V] float32, from the maps of the parts and the states entering sequences."""
+    _, H, rows, K = maps.shape
+    V = rows - K
+    entering = torch.empty(tiles.num_parts, H, K, V, dtype=torch.float32, device=maps.device)
+    if entering.numel():
+        block = 16
+        fold_kernel[(tiles.num_sequences * H * (V // block),)](
+            *(maps, initial_NHKV, entering, tiles.parts_N, H), K=K, V=V, BV=block, num_warps=4
+        )
+    return entering
+
+
+def scan_settings(V: int) -> dict[str, int]:
+    """Block of value channels, and launch options."""
+    block = min(V, 128)
+    return {"BV": block, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
+
+
+@triton.jit(
+    do_not_specialize=["H", "tile_low", "token_low"],
+    do_not_specialize_on_alignment=["start_ptr", "length_ptr", "mark_ptr", "first_ptr"],
+)
+def scan_kernel(
+    nkd_ptr,
+    qd_ptr,
+    kr_ptr,
+    inv_ptr,
+    mqk_ptr,
+    decay_ptr,
+    v_ptr,
+    initial_ptr,
+    o_ptr,
+    r_ptr,
+    states_ptr,
+    final_ptr,
+    saved_ptr,
+    start_ptr,
+    length_ptr,
+    mark_ptr,
+    first_ptr,
+    tile_low,
+    token_low,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    MAPS: tl.constexpr,
+):
+    """BV value channels of one head of one run; with MAPS also blocks of the identity as a state, which v leaves alone."""
+    io = nkd_ptr.dtype.element_ty
+    precision: tl.constexpr = "ieee" if nkd_ptr.dtype.element_ty == tl.float32 else "tf32"
+    blocks: tl.constexpr = (V + K) // BV if MAPS else V // BV
+    heads = tl.cast(H, tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    block = program % blocks
+    head = (program // blocks) % H
+    run = program // blocks // H
+    low = tl.load(first_ptr + run) - tile_low
+    high = tl.load(first_ptr + run + 1) - tile_low
+    value = block * BV + tl.arange(0, BV)
+    channel = tl.arange(0, K)
+    c = tl.arange(0, C)
+    inner = (run * H + head) * (K * V) + channel[None, :] * V + value[:, None]  # of a state [K, V], transposed
+    state = tl.zeros((BV, K), tl.float32)
+    if MAPS:
+        state += tl.where(value[:, None] - V == channel[None, :], 1.0, 0.0)
+    elif initial_ptr is not None:
+        state = tl.load(initial_ptr + inner).to(tl.float32)
+    eye = tl.where(c[:, None] == c[None, :], 1.0, 0.0).to(io)
+    for tile in range(low, high):
+        at = tile * heads + head
+        length = tl.load(length_ptr + tile)
+        start = tl.load(start_ptr + tile).to(tl.int64)
+        wide = at * (C * K) + c[:, None] * K + channel[None, :]
+        square = at * (C * C) + c[:, None] * C + c[None, :]
+        live = (c < length)[:, None]
+        if MAPS:
+            live = live & (value < V)[None, :]
+        tokens = ((start + c[:, None]) * H + head) * V + value[None, :]
+        v = tl.load(v_ptr + tokens, mask=live, other=0.0).to(io)
+        nkd = tl.load(nkd_ptr + wide)
+        kr = tl.load(kr_ptr + wide)
+        inv = tl.load(inv_ptr + square)
+        decay = tl.load(decay_ptr + at * K + channel)
+        left = state.to(io)
+        if states_ptr is not None:
+            tl.store(states_ptr + at * (V * K) + value[:, None] * K + channel[None, :], left)
+        error = tl.dot(tl.trans(v), eye, input_precision=precision)
+        error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
+        rounded = error.to(io)
+        if r_ptr is not None:
+            errors = ((start - token_low + c[:, None]) * H + head) * V + value[None, :]
+            tl.store(r_ptr + errors, tl.trans(rounded), mask=live)
+        write = tl.dot(rounded, tl.trans(inv), input_precision=precision).to(io)
+        if o_ptr is not None:
+            qd = tl.load(qd_ptr + wide)
+            mqk = tl.load(mqk_ptr + square)
+            out = tl.dot(left, tl.trans(qd), input_precision=precision)
+            out = tl.dot(write, tl.trans(mqk), out, input_precision=precision)
+            tl.store(o_ptr + tokens, tl.trans(out.to(o_ptr.dtype.element_ty)), mask=live)
+        state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
+        if saved_ptr is not None:
+            mark = tl.load(mark_ptr + tile).to(tl.int64)
+            if mark >= 0:
+                tl.store(saved_ptr + (mark * H + head) * (K * V) + channel[None, :] * V + value[:, None], state)
+    if MAPS:
+        tl.store(final_ptr + ((run * H + head) * (V + K) + value[:, None]) * K + channel[None, :], state)
+    elif final_ptr is not None:
+        tl.store(final_ptr + inner, state)
+
+
+@triton.jit(do_not_specialize=["H"], do_not_specialize_on_alignment=["parts_ptr"])
+def fold_kernel(
+    maps_ptr,
+    initial_ptr,
+    entering_ptr,
+    parts_ptr,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """BV value channels of one head of one sequence: the state entering each of its parts."""
+    blocks: tl.constexpr = V // BV
+    heads = tl.cast(H, tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    value = (program % blocks) * BV + tl.arange(0, BV)
+    head = (program // blocks) % H
+    sequence = program // blocks // H
+    channel = tl.arange(0, K)
+    low = tl.load(parts_ptr + sequence)
+    high = tl.load(parts_ptr + sequence + 1)
+    inner = channel[None, :] * V + value[:, None]
+    state = tl.zeros((BV, K), tl.float32)
+    if initial_ptr is not None:
+        state = tl.load(initial_ptr + (sequence * H + head) * (K * V) + inner).to(tl.float32)
+    for part in range(low, high):
+        at = part * heads + head
+        tl.store(entering_ptr + at * (K * V) + inner, state)
+        rows = maps_ptr + at * ((V + K) * K)
+        transition = tl.load(rows + (V + channel[:, None]) * K + channel[None, :])
+        written = tl.load(rows + value[:, None] * K + channel[None, :])
+        state = tl.dot(state, transition, written, input_precision="ieee")
+
+
+def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
+    options = scan_settings(128)
+    shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
+    given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
+    given |= {"decay_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "mark_ptr": "*i32:1"}
+    given |= {"first_ptr": "*i32:1", "tile_low": "i32", "token_low": "i32", "H": "i32", "MAPS": False} | shape
+    nothing = dict.fromkeys(("initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
+    state = {"initial_ptr": "*fp32", "final_ptr": "*fp32"}
+    variants = (
+        state | {"o_ptr": "*bf16", "saved_ptr": "*fp32"},
+        {"o_ptr": "*bf16", "final_ptr": "*fp32"},
+        {"initial_ptr": "*fp32", "r_ptr": "*bf16", "states_ptr": "*bf16"},
+        {"final_ptr": "*fp32", "MAPS": True},
+    )
+    folding = {"maps_ptr": "*fp32", "initial_ptr": "*fp32", "entering_ptr": "*fp32", "parts_ptr": "*i32:1"}
+    folding |= {"H": "i32", "K": 128, "V": 128, "BV": 16}
+    cases = [(scan_kernel, given | nothing | variant, options) for variant in variants]
+    return [*cases, (fold_kernel, folding, {"num_warps": 4, "num_stages": 3})]
