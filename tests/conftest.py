@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -29,22 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled = expression.evaluate(lambda name, **_: name == "gpu")
     os.environ["TRITON_INTERPRET"] = "0" if compiled else "1"
     if not compiled and find_spec("triton"):
-        allow_loops()
-
-
-def allow_loops() -> None:
-    """Let interpreted kernels loop as often as an argument says, which NumPy 2.4 refuses.
-
-    Triton's scalars are arrays of one value, and only those without dimensions are still taken as an index.
-    """
-    interpreter = import_module("triton.runtime.interpreter")
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch
+        import_module("triton_interpreter").repair()
 
 
 settings.register_profile("openk3", deadline=None, derandomize=True)
