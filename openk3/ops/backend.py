@@ -1,15 +1,20 @@
 """Choose which implementation of an operation runs: the only place that looks at the device."""
 
+import importlib.util
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from openk3.config.model import ConfigError
 
 # Every operation has its plain PyTorch definition; further implementations are listed here beside it.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "kda": ("reference",),
-    "short_conv": ("reference",),
+    "kda": ("reference", "triton"),
+    "short_conv": ("reference", "triton"),
     "norm": ("reference",),
     "mla": ("reference",),
     "attn_res": ("reference",),
@@ -21,20 +26,70 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "newton_schulz": ("reference",),
     "sampling": ("reference",),
 }
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CHANNELS = (16, 32, 64, 128)  # of a head, for the KDA kernels
 
 
-def pick(op: str, x: Tensor) -> str:
-    """Name the implementation of `op` for tensors like x: the device's best, or what OPENK3_BACKEND forces.
+def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = True) -> str:
+    """Name the implementation of `op` for tensors like x: "triton" where the kernels apply, else "reference".
 
-    Raises ValueError for an unknown operation, and ConfigError for a forced implementation that `op` does not have
-    on x's device.
+    The kernels apply if all of this holds:
+    - `op` has kernels, and triton can be imported;
+    - x is on a CUDA device of compute capability 8.0 or later;
+    - x is float32, bfloat16 or float16: float64 is for the definition;
+    - KDA: `channels` (of a head: K, V) are 16, 32, 64 or 128 each, and the gate is `bounded`.
+
+    OPENK3_BACKEND=reference forces the definition everywhere. OPENK3_BACKEND=triton forces the kernels of every
+    operation that has some: what does not hold is then an error, except that with TRITON_INTERPRET=1 x may be on the
+    CPU, where Triton's interpreter runs the kernels (slowly: for tests).
+    Raises ValueError for an unknown operation, and ConfigError for a forced implementation that no operation has or
+    that cannot run here.
     """
     if op not in IMPLEMENTATIONS:
         raise ValueError(f"no operation named {op!r}; known: {', '.join(IMPLEMENTATIONS)}")
     available = IMPLEMENTATIONS[op]
     forced = os.environ.get("OPENK3_BACKEND")
-    if not forced:
-        return available[-1]
-    if forced not in available:
+    if forced and not any(forced in names for names in IMPLEMENTATIONS.values()):
         raise ConfigError(f"OPENK3_BACKEND={forced}: {op} on {x.device.type} has {', '.join(available)}")
-    return forced
+    if forced == "reference" or "triton" not in available:
+        return "reference"
+    obstacle = _obstacle(x, channels, bounded, interpret=forced == "triton")
+    if obstacle is None:
+        return "triton"
+    if forced:
+        raise ConfigError(f"OPENK3_BACKEND=triton: {op} cannot use its kernels here: {obstacle}")
+    return "reference"
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels launched inside run on x's device, whichever is current outside."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+def _obstacle(x: Tensor, channels: Sequence[int], bounded: bool, *, interpret: bool) -> str | None:
+    """Why the kernels cannot take tensors like x, or None; `interpret` also admits the CPU."""
+    if not _importable("triton"):
+        return "triton is not installed"
+    if x.device.type == "cuda":
+        major, minor = _capability(x.device)
+        if major < 8:
+            return f"they need compute capability 8.0, {x.device} has {major}.{minor}"
+    elif not (interpret and x.device.type == "cpu"):
+        return f"x is on {x.device}, not on a CUDA device"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        return "x is on the CPU, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
+    if x.dtype not in _DTYPES:
+        return f"x is {x.dtype}, not one of {', '.join(map(str, _DTYPES))}"
+    if any(size not in _CHANNELS for size in channels):
+        return f"a head has {' and '.join(map(str, channels))} channels, not {', '.join(map(str, _CHANNELS))}"
+    return None if bounded else "they need the bounded gate (gate_lower_bound)"
+
+
+@lru_cache(maxsize=8)
+def _importable(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@lru_cache(maxsize=8)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

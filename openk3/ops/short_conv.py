@@ -4,6 +4,7 @@ All tokens are convolved as one long sequence by shifted multiply-adds; then the
 taps reach before its start, are computed again with the window in place of the foreign tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.backend import pick
 from openk3.ops.norm import at_least_float32
 from openk3.ops.sequences import sequence_bounds
 
@@ -31,14 +33,86 @@ def short_conv(
     returns y [T, C] in x.dtype with the new window [N, C, W]: the last W raw inputs, oldest first. An empty sequence
     keeps its window. cu_seqlens None means one sequence. Differentiable in x, weight and window.
     """
-    num_tokens, C = x_TC.shape
-    taps = weight_CW.shape[1]
-    bounds = sequence_bounds(cu_seqlens, num_tokens)
-    if window_NCW is None:
-        window_NCW = x_TC.new_zeros(len(bounds) - 1, C, taps)
-    window_NWC = window_NCW.to(x_TC.dtype).transpose(1, 2)
-    y_TC, recent_NWC = _ShortConv.apply(_edges(bounds, taps, x_TC.device), activation, x_TC, weight_CW, window_NWC)
-    return y_TC, recent_NWC.transpose(1, 2)
+    windows = None if window_NCW is None else (window_NCW,)
+    (y_TC,), (recent_NCW,) = short_convs(
+        (x_TC,), (weight_CW,), windows_NCW=windows, cu_seqlens=cu_seqlens, activation=activation
+    )
+    return y_TC, recent_NCW
+
+
+def short_convs(
+    xs_TC: Sequence[Tensor],
+    weights_CW: Sequence[Tensor],
+    *,
+    windows_NCW: Sequence[Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: bool = True,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`short_conv` of several inputs over the same sequences (q, k and v): (outputs, new windows).
+
+    On a GPU up to three inputs of one shape and dtype are one kernel launch.
+    """
+    bounds = sequence_bounds(cu_seqlens, len(xs_TC[0]))
+    _check(xs_TC, weights_CW, windows_NCW, len(bounds) - 1)
+    windows = None if windows_NCW is None else [window.to(x.dtype) for window, x in zip(windows_NCW, xs_TC)]
+    kinds = {(x.shape, x.dtype, weight.shape, weight.dtype) for x, weight in zip(xs_TC, weights_CW)}
+    together = len(xs_TC) if len(kinds) == 1 and len(xs_TC) <= 3 else 1
+    outputs, recents = [], []
+    for first in range(0, len(xs_TC), together):
+        part = slice(first, first + together)
+        run = _convolve_by_kernel if pick("short_conv", xs_TC[first]) == "triton" else _convolve
+        y, recent = run(xs_TC[part], weights_CW[part], windows and windows[part], bounds, activation)
+        outputs += y
+        recents += recent
+    return tuple(outputs), tuple(recents)
+
+
+Results = tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+def _check(
+    xs_TC: Sequence[Tensor], weights_CW: Sequence[Tensor], windows_NCW: Sequence[Tensor] | None, num_sequences: int
+) -> None:
+    """Raise ValueError unless every input has its weight, and its windows if there are any."""
+    windows = [None] * len(xs_TC) if windows_NCW is None else windows_NCW
+    for x, weight, window in zip(xs_TC, weights_CW, windows, strict=True):
+        if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or len(x) != len(xs_TC[0]):
+            raise ValueError(f"short_conv: weight_CW {list(weight.shape)} does not fit x_TC {list(x.shape)}")
+        if window is not None and window.shape != (num_sequences, *weight.shape):
+            raise ValueError(
+                f"window_NCW: expected {[num_sequences, *weight.shape]} for {num_sequences} sequences,"
+                f" got {list(window.shape)}"
+            )
+
+
+def _convolve_by_kernel(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    windows: Sequence[Tensor] | None,
+    bounds: tuple[int, ...],
+    activation: bool,
+) -> Results:
+    from openk3.ops.short_conv_kernel import Layout, convolve
+
+    return convolve(Layout(len(xs), bounds, activation), xs, weights, windows)
+
+
+def _convolve(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    windows: Sequence[Tensor] | None,
+    bounds: tuple[int, ...],
+    activation: bool,
+) -> Results:
+    taps = weights[0].shape[1]
+    edges = _edges(bounds, taps, xs[0].device)
+    if windows is None:
+        windows = [x.new_zeros(len(bounds) - 1, x.shape[1], taps) for x in xs]
+    pairs = [
+        _ShortConv.apply(edges, activation, x, weight, window.transpose(1, 2))
+        for x, weight, window in zip(xs, weights, windows)
+    ]
+    return [y for y, _ in pairs], [recent_NWC.transpose(1, 2) for _, recent_NWC in pairs]
 
 
 @dataclass(frozen=True)
