@@ -383,7 +383,7 @@ class _Launch:
     @property
     def blocks(self) -> int:
         """Blocks of channels, of all streams."""
-        return self.streams * triton.cdiv(self.channels, self.settings.block)
+        return self.streams * triton.cdiv(max(1, self.channels), self.settings.block)
 
     @property
     def run(self) -> int:
@@ -403,7 +403,7 @@ class _Launch:
         settings = self.settings
         flags = {"W": self.width, "UNROLL": settings.unroll, "ACTIVATION": activation, "STREAMS": self.streams}
         flags |= {"EVEN": self.channels % settings.block == 0, "BLOCK": settings.block, "num_warps": settings.warps}
-        if programs:
+        if programs and self.channels:
             kernel[(programs,)](*arguments, self.tokens, self.channels, self.sequences, self.run, **flags)
 
 
