@@ -1,0 +1,198 @@
+"""Triton kernels of the reverse scan of KDA: gradients of values and states, from the last tile of a sequence to the first.
+
+As in the forward scan the gradient of the state is held transposed, [V, K], as a float32 accumulator. Per tile, from
+that of the state leaving it: dU^T = dS^T kr^T + do^T mqk;  dv^T = dU^T inv;
+dS^T <- dS^T diag(decay) + do^T qd + dv^T nkd. Nothing here needs the states themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openk3.ops.kda.prepare_kernel import Workspace
+from openk3.ops.kda.tiles import Span
+
+
+@dataclass(frozen=True)
+class ReverseOutputs:
+    """Where a reverse scan writes; None is not wanted. All are written for every tile, token and run of the span."""
+
+    d_v: Tensor | None = None  # [T, H, V] of all tokens
+    d_states: Tensor | None = None  # [X, H, V, K]: the transposed gradient of the state leaving each tile
+    d_entering: Tensor | None = None  # [P, H, K, V] float32: of the state entering each run; may be d_leaving itself
+
+
+def reverse_scan(
+    workspace: Workspace, d_o_THV: Tensor, span: Span, d_leaving_PHKV: Tensor | None, outputs: ReverseOutputs
+) -> None:
+    """Scan each run of the span backward, from the gradient of the state leaving it (float32; None: zero)."""
+    _, H, V = d_o_THV.shape
+    runs, K = span.num_runs, workspace.qd.shape[3]
+    options = settings(V)
+    if runs * H == 0:
+        return
+    w, out = workspace, outputs
+    reverse_kernel[(runs * H * (V // options["BV"]),)](
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, d_o_THV, d_leaving_PHKV),
+        *(out.d_v, out.d_states, out.d_entering),
+        *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
+        K=K,
+        V=V,
+        C=span.chunk,
+        **options,
+    )
+
+
+def reverse_fold(maps: Tensor, d_state_NHKV: Tensor, written_PHKV: Tensor, parts_N: Tensor, low: int) -> None:
+    """Gradients of the states leaving consecutive parts, from those of the sequences they belong to.
+
+    maps [P, H, V + K, K] of all parts, as `scan_maps` gives them. parts_N [N + 1]: first part of each of the sequences
+    that have parts here. written [parts, H, K, V], for parts low and later: on entry what the outputs of each part send
+    to the state entering it, on return the gradient of the state leaving it. d_state [N, H, K, V], of the states
+    leaving the last of those parts, becomes that of the states entering the first.
+    """
+    _, H, rows, K = maps.shape
+    V, count = rows - K, written_PHKV.shape[0]
+    if written_PHKV.numel():
+        block = 16
+        reverse_fold_kernel[(d_state_NHKV.shape[0] * H * (V // block),)](
+            *(maps, d_state_NHKV, written_PHKV, parts_N, low, count, H), K=K, V=V, BV=block, num_warps=8, num_stages=2
+        )
+
+
+def settings(V: int) -> dict[str, int]:
+    """Block of value channels, and launch options."""
+    return {"BV": min(V, 64), "num_warps": 4, "num_stages": 2}
+
+
+@triton.jit(
+    do_not_specialize=["H", "tile_low"],
+    do_not_specialize_on_alignment=["start_ptr", "length_ptr", "first_ptr"],
+)
+def reverse_kernel(
+    nkd_ptr,
+    qd_ptr,
+    kr_ptr,
+    inv_ptr,
+    mqk_ptr,
+    decay_ptr,
+    d_o_ptr,
+    d_leaving_ptr,
+    d_v_ptr,
+    d_states_ptr,
+    d_entering_ptr,
+    start_ptr,
+    length_ptr,
+    first_ptr,
+    tile_low,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """BV value channels of one head of one run."""
+    io = nkd_ptr.dtype.element_ty
+    precision: tl.constexpr = "ieee" if nkd_ptr.dtype.element_ty == tl.float32 else "tf32"
+    blocks: tl.constexpr = V // BV
+    heads = tl.cast(H, tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    block = program % blocks
+    head = (program // blocks) % H
+    run = program // blocks // H
+    low = tl.load(first_ptr + run) - tile_low
+    high = tl.load(first_ptr + run + 1) - tile_low
+    value = block * BV + tl.arange(0, BV)
+    channel = tl.arange(0, K)
+    c = tl.arange(0, C)
+    inner = (run * H + head) * (K * V) + channel[None, :] * V + value[:, None]  # of a state [K, V], transposed
+    state = tl.zeros((BV, K), tl.float32)
+    if d_leaving_ptr is not None:
+        state = tl.load(d_leaving_ptr + inner)
+    wide = c[:, None] * K + channel[None, :]
+    square = c[:, None] * C + c[None, :]
+    tokens = c[:, None] * (H * V) + value[None, :]
+    transposed = value[:, None] * K + channel[None, :]
+    for step in range(high - low):
+        tile = high - 1 - step
+        at = tile * heads + head
+        length = tl.load(length_ptr + tile)
+        first = (tl.load(start_ptr + tile).to(tl.int64) * H + head) * V
+        live = (c < length)[:, None]
+        d_o = tl.load(d_o_ptr + first + tokens, mask=live, other=0.0).to(io)
+        kr = tl.load(kr_ptr + at * (C * K) + wide)
+        mqk = tl.load(mqk_ptr + at * (C * C) + square)
+        inv = tl.load(inv_ptr + at * (C * C) + square)
+        qd = tl.load(qd_ptr + at * (C * K) + wide)
+        nkd = tl.load(nkd_ptr + at * (C * K) + wide)
+        decay = tl.load(decay_ptr + at * K + channel)
+        leaving = state.to(io)
+        if d_states_ptr is not None:
+            tl.store(d_states_ptr + at * (V * K) + transposed, leaving)
+        d_write = tl.dot(tl.trans(d_o), mqk, input_precision=precision)
+        d_write = tl.dot(leaving, tl.trans(kr), d_write, input_precision=precision)
+        d_v = tl.dot(d_write.to(io), inv, input_precision=precision).to(io)
+        if d_v_ptr is not None:
+            tl.store(d_v_ptr + first + tokens, tl.trans(d_v).to(d_v_ptr.dtype.element_ty), mask=live)
+        state = tl.dot(tl.trans(d_o), qd, state * decay[None, :], input_precision=precision)
+        state = tl.dot(d_v, nkd, state, input_precision=precision)
+    if d_entering_ptr is not None:
+        tl.store(d_entering_ptr + inner, state)
+
+
+@triton.jit(do_not_specialize=["H", "part_low", "count"], do_not_specialize_on_alignment=["parts_ptr"])
+def reverse_fold_kernel(
+    maps_ptr,
+    d_state_ptr,
+    written_ptr,
+    parts_ptr,
+    part_low,
+    count,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """BV value channels of one head of one sequence: the gradient of the state leaving each of its parts."""
+    blocks: tl.constexpr = V // BV
+    heads = tl.cast(H, tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    value = (program % blocks) * BV + tl.arange(0, BV)
+    head = (program // blocks) % H
+    sequence = program // blocks // H
+    channel = tl.arange(0, K)
+    low = tl.maximum(tl.load(parts_ptr + sequence) - part_low, 0)
+    high = tl.minimum(tl.load(parts_ptr + sequence + 1) - part_low, count)
+    inner = channel[None, :] * V + value[:, None]
+    at_state = (sequence * H + head) * (K * V)
+    state = tl.load(d_state_ptr + at_state + inner)
+    for step in range(high - low):
+        part = high - 1 - step
+        at = (part * heads + head) * (K * V)
+        rows = maps_ptr + ((part + part_low) * heads + head) * ((V + K) * K)
+        transition = tl.load(rows + (V + channel[None, :]) * K + channel[:, None])
+        written = tl.load(written_ptr + at + inner)
+        tl.store(written_ptr + at + inner, state)
+        state = tl.dot(state, transition, written, input_precision="tf32x3")
+    tl.store(d_state_ptr + at_state + inner, state)
+
+
+def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
+    options = settings(128)
+    shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
+    given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr"), "*bf16")
+    given |= {"decay_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "first_ptr": "*i32:1"}
+    given |= {"tile_low": "i32", "H": "i32"} | shape
+    variants = (
+        {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": "*fp32"},
+        {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": None},
+        {"d_leaving_ptr": None, "d_v_ptr": None, "d_states_ptr": None, "d_entering_ptr": "*fp32"},
+    )
+    folding = {"maps_ptr": "*fp32", "d_state_ptr": "*fp32", "written_ptr": "*fp32", "parts_ptr": "*i32:1"}
+    folding |= {"part_low": "i32", "count": "i32", "H": "i32", "K": 128, "V": 128, "BV": 16}
+    cases = [(reverse_kernel, given | variant, options) for variant in variants]
+    return [*cases, (reverse_fold_kernel, folding, {"num_warps": 8, "num_stages": 2})]
