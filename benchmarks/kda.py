@@ -1,0 +1,292 @@
+"""KDA kernels beside fla-core's, FlashKDA's and NeMo AutoModel's in one run: errors against float64, times, memory.
+
+    python benchmarks/kda.py                          # every row, about four minutes on an H200
+    python benchmarks/kda.py --peers PEERS            # PEERS holds fla, flash_kda and nemo_automodel to import
+    python benchmarks/kda.py --rows T=8192 decode     # rows whose name contains one of these
+    python benchmarks/kda.py --check-only             # errors alone, on the rows and on hard inputs
+    python benchmarks/kda.py --device cpu --small     # try the script: plain PyTorch on tiny shapes
+
+Protocol: batch 1, heads of 128 channels, bfloat16 tokens and logits, float32 gate parameters and states; gate, L2 norm
+and sigmoid inside the clock (NeMo's log decay and beta are made outside, in float32: it has no other form). Fresh
+random inputs for each row, in turns where one set would fit the L2 cache; median of 20 after 5, CUDA events. Decode
+steps are timed as one replayed CUDA graph over states of more than 200 MB. Errors are norm ratios against the float64
+chunk form on the same inputs (large shapes: on some heads).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+from kda_inputs import Inputs, errors, exact, hard_cases, random_inputs, take_heads  # noqa: E402
+from kda_report import COLUMNS, markdown, print_row, worse_than_fla  # noqa: E402
+from kda_timing import Protocol, copy_rate, median_ms, peak_gb  # noqa: E402
+
+VARLEN = {"1300+547+2048+963+271+3063": (1300, 547, 2048, 963, 271, 3063), "8x1024": (1024,) * 8}
+ROTATED_BYTES = 200e6
+
+
+@dataclass(frozen=True)
+class Work:
+    """A row over packed tokens: forward, or forward and backward."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int
+    backward: bool = False
+    goal_ms: float | None = None
+    width: int = 128
+
+    @property
+    def floor_bytes(self) -> int:
+        """Every input read and every output written once: five tensors of tokens, nine more in the backward pass."""
+        tokens = sum(self.lengths) * self.heads * (2 * 5 * self.width + 2)
+        states = 2 * 4 * len(self.lengths) * self.heads * self.width**2
+        if self.backward:
+            tokens, states = tokens + sum(self.lengths) * self.heads * (2 * 9 * self.width + 4), 2 * states
+        return tokens + states
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """A row of decode steps for a batch of requests."""
+
+    name: str
+    batch: int
+    fused: bool
+    goal_ms: float | None = None
+    heads: int = 96
+    width: int = 128
+
+    @property
+    def floor_bytes(self) -> int:
+        """States read and written, tokens read, outputs written."""
+        from kda_decode import step_bytes
+
+        return step_bytes(self.batch, self.heads, self.width, self.fused)
+
+
+def all_rows() -> list[Work | DecodeWork]:
+    """Every row; goals are those of one H200."""
+    forward = {(8192, 96): 1.0, (32768, 96): 3.8, (8192, 12): 0.35, (131072, 12): 2.5}
+    both = {(8192, 96): 5.0, (32768, 96): 19.0, (131072, 12): 14.0}
+    rows: list[Work | DecodeWork] = []
+    rows += [Work(f"forward T={T} H={H}", (T,), H, goal_ms=goal) for (T, H), goal in forward.items()]
+    for heads in (96, 64):
+        rows += [Work(f"forward {name} H={heads}", lengths, heads) for name, lengths in VARLEN.items()]
+    rows += [Work(f"forward+backward T={T} H={H}", (T,), H, True, goal) for (T, H), goal in both.items()]
+    for heads in (96, 64):
+        rows += [Work(f"forward+backward {name} H={heads}", lengths, heads, True) for name, lengths in VARLEN.items()]
+    for fused, kind in ((False, "recurrence only"), (True, "fused")):
+        for batch, goal in ((1, 0.012), (8, 0.040), (64, 0.24), (256, 0.89)):
+            rows.append(DecodeWork(f"decode {kind}, batch {batch}", batch, fused, goal))
+    return rows
+
+
+def small(row: Work | DecodeWork) -> Work | DecodeWork:
+    """The same row in a tiny shape and without a goal."""
+    if isinstance(row, DecodeWork):
+        return replace(row, batch=min(row.batch, 3), heads=2, width=16, goal_ms=None)
+    return replace(row, lengths=tuple(1 + n % 37 for n in row.lengths), heads=2, width=16, goal_ms=None)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a run measures with."""
+
+    implementations: dict[str, Any]
+    device: torch.device
+    protocol: Protocol | None  # None: errors alone
+    heads_checked: int = 3
+
+    def measure(self, row: Work | DecodeWork) -> dict[str, Any]:
+        """Errors, and unless they are all that is asked for times and memory, of every implementation."""
+        if isinstance(row, DecodeWork):
+            from kda_decode import measure_decode
+
+            return measure_decode(row, list(self.implementations), self.device, self.protocol)
+        x = self.inputs(row, 0)
+        found: dict[str, Any] = {"errors": self.errors(row, x), "times": {}, "peak_gb": {}}
+        if self.protocol is None:
+            return found
+        able = [each for each in self.implementations.values() if each.has_gradients or not row.backward]
+        if row.backward:
+            peaks = {each.name: self.peak(each, x) for each in able}
+            found["peak_gb"] = {name: peak for name, peak in peaks.items() if peak is not None}
+        size = sum(value.nbytes for value in x.leaves().values())
+        turns = 1 if size > ROTATED_BYTES or self.device.type != "cuda" else 1 + int(ROTATED_BYTES // size)
+        sets = [x, *(self.inputs(row, seed) for seed in range(1, turns))]
+        for each in able:
+            found["times"][each.name] = self.time(each, row, sets)
+        return found
+
+    def inputs(self, row: Work, seed: int) -> Inputs:
+        """Fresh inputs of a row."""
+        seed += 1000 * (sum(row.lengths) + row.heads)
+        return random_inputs(row.lengths, row.heads, row.width, device=self.device, seed=seed)
+
+    def errors(self, row: Work, x: Inputs) -> dict[str, dict[str, float]]:
+        """Of outputs, final states and gradients, on the first, the last and a middle head."""
+        heads = sorted({0, row.heads // 2, row.heads - 1})[-self.heads_checked :]
+        found, want = {}, {}
+        for name, each in self.implementations.items():
+            if each.has_states not in want:
+                part = self.given(x.with_heads(heads), each)
+                want[each.has_states] = exact(part, gradients=row.backward)
+            given = self.given(x, each)
+            got = each.results(given, gradients=row.backward and each.has_gradients)
+            found[name] = errors(take_heads(got, heads), want[each.has_states])
+        return found
+
+    @staticmethod
+    def given(x: Inputs, each: Any) -> Inputs:
+        """The inputs, without states for an implementation that has none."""
+        return x if each.has_states else x.without_states()
+
+    def time(self, each: Any, row: Work, sets: list[Inputs]) -> float:
+        """Median milliseconds of one implementation."""
+        from kda_peers import forward_backward
+
+        ready = [(each.prepare(x), x) for x in (self.given(x, each) for x in sets)]
+        assert self.protocol is not None
+        if row.backward:
+            calls = [lambda leaves=leaves, x=x: forward_backward(each.call, leaves, x) for leaves, x in ready]
+            return median_ms(calls, self.device, self.protocol)
+        with torch.no_grad():
+            calls = [lambda leaves=leaves, x=x: each.call(leaves, x) for leaves, x in ready]
+            return median_ms(calls, self.device, self.protocol)
+
+    def peak(self, each: Any, x: Inputs) -> float | None:
+        """Most memory in use in forward and backward, inputs included."""
+        from kda_peers import forward_backward
+
+        x = self.given(x, each)
+        leaves = each.prepare(x)
+        return peak_gb(lambda: forward_backward(each.call, leaves, x), self.device)
+
+    def hard_checks(self, *, tiny: bool) -> list[dict[str, Any]]:
+        """Errors of ours and of fla-core on hard inputs, all heads; 12 heads, of which each is a problem of its own."""
+        found = []
+        compared = [name for name in ("ours", "fla") if name in self.implementations]
+        for name, case in hard_cases().items():
+            if tiny:
+                case = case | {"lengths": tuple(n % 37 for n in case["lengths"])}
+            x = random_inputs(**case, heads=2 if tiny else 12, width=16 if tiny else 128, device=self.device, seed=7)
+            want = exact(x, gradients=True)
+            each = {key: errors(self.implementations[key].results(x, gradients=True), want) for key in compared}
+            found.append({"work": name, "errors": each})
+        return found
+
+
+def record(row: Work | DecodeWork, found: dict[str, Any], rate: float) -> dict[str, Any]:
+    """A row of the results file: times by column, floor, goal, and everything else that was found."""
+    times = found.pop("times")
+    goal = row.goal_ms
+    rivals = [times[name] for name in ("flashkda", "nemo") if name in times]
+    if goal is None and rivals and isinstance(row, Work) and len(row.lengths) > 1 and not row.backward:
+        goal = min(rivals) / 1.4
+    columns = {f"{name}_ms": times.get(name) for name in COLUMNS}
+    columns |= {f"{name}_ms": value for name, value in times.items() if name not in COLUMNS}
+    floor = {"floor_ms": row.floor_bytes / rate * 1e3, "goal_ms": goal}
+    return {"work": row.name} | columns | floor | {name: value for name, value in found.items() if value}
+
+
+def commit() -> str:
+    """The checkout's commit, and whether the package differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "openk3"], capture_output=True, text=True).stdout
+    return (name or "unknown") + (" with changes" if changed.strip() else "")
+
+
+def conditions(device: torch.device, peers: dict[str, str], name: str) -> dict[str, Any]:
+    """What a number means nothing without: commit, card, versions."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        import triton
+    except ImportError:
+        pass
+    else:
+        versions["triton"] = triton.__version__
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": name,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none (CPU)",
+        "versions": versions | peers,
+    }
+
+
+def written(results: dict[str, Any], folder: Path) -> Path:
+    """Write the results as JSON and as Markdown beside it; the path of the first."""
+    gpu = results["gpu"].removeprefix("NVIDIA ").split(" ")[0].lower()
+    path = folder / f"kda-{gpu}-{results['date']}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    for target, text in ((path, json.dumps(results, indent=1) + "\n"), (path.with_suffix(".md"), markdown(results))):
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    return path
+
+
+def flags(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; rows that contain one are measured")
+    parser.add_argument("--peers", type=Path, help="folder with packages of peers, put before the installed ones")
+    parser.add_argument("--quick", action="store_true", help="median of 5 after 2, one head checked")
+    parser.add_argument("--check-only", action="store_true", help="errors without times; nothing is written")
+    parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
+    parser.add_argument("--commit", help="what to record as the commit where the checkout has no history")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write; 1 if a result of ours is further from float64 than fla-core's, or missing."""
+    options = flags(arguments)
+    if options.peers is not None:
+        sys.path.insert(0, str(options.peers))
+    import kda_peers
+
+    device = torch.device(options.device)
+    if device.type == "cpu":
+        implementations, missing = {"ours": kda_peers.reference()}, {}
+    else:
+        implementations, missing = kda_peers.load(list(COLUMNS))
+    for name, reason in missing.items():
+        print(f"{name} is left out: {reason}")
+    protocol = Protocol(repeats=5, warmups=2) if options.quick else Protocol()
+    bench = Bench(implementations, device, None if options.check_only else protocol, 1 if options.quick else 3)
+    rate = copy_rate(device, protocol)
+    results: dict[str, Any] = conditions(device, kda_peers.versions(list(implementations)), options.commit or commit())
+    results |= {"copy_tb_s": rate / 1e12, "left_out": missing, "rows": [], "checks": []}
+    print("\n".join(f"{name}: {value}" for name, value in results.items() if value))
+    rows = [row for row in all_rows() if any(part in row.name for part in options.rows)]
+    for row in [small(row) for row in rows] if options.small else rows:
+        results["rows"].append(record(row, bench.measure(row), rate))
+        print_row(results["rows"][-1])
+    if "" in options.rows:
+        results["checks"] = bench.hard_checks(tiny=options.small)
+    print("\n" + markdown(results))
+    if not options.check_only:
+        print(f"written to {written(results, options.out)}")
+    bad = worse_than_fla(results)
+    print("\n".join(bad) or "no result of ours is further from float64 than fla-core's")
+    return int(bool(bad) or "ours" in missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The KDA benchmark runs end to end on tiny shapes, and the results that are committed have the form it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import kda  # noqa: E402
+from kda_report import markdown, worse_than_fla  # noqa: E402
+
+TIMES = ("ours_ms", "fla_ms", "flashkda_ms", "nemo_ms", "floor_ms", "goal_ms")
+
+
+def assert_form(results: dict[str, Any]) -> None:
+    """Conditions, and for each row its times (None where something cannot run) and errors of ours."""
+    assert {"date", "commit", "gpu", "versions", "copy_tb_s", "rows", "checks", "left_out"} <= results.keys()
+    assert {"python", "torch"} <= results["versions"].keys()
+    assert len({row["work"] for row in results["rows"]}) == len(results["rows"])
+    for row in results["rows"]:
+        assert set(TIMES) <= row.keys(), row["work"]
+        assert all(row[name] is None or (math.isfinite(row[name]) and row[name] > 0) for name in TIMES), row["work"]
+        assert row["ours_ms"] is not None
+        assert row["floor_ms"] is not None
+        timed = {name.removesuffix("_ms") for name in TIMES[:4] if row[name] is not None}
+        assert timed <= row["errors"].keys(), row["work"]
+    for row in [*results["rows"], *results["checks"]]:
+        found = row["errors"]["ours"]
+        assert {"o", "final"} <= found.keys() or {"o", "state"} <= found.keys()
+        assert all(0 <= value < 1 for value in found.values()), row["work"]
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of every row on tiny shapes, without a GPU."""
+    folder = tmp_path_factory.mktemp("results")
+    assert kda.main(["--device", "cpu", "--small", "--quick", "--out", str(folder)]) == 0
+    return next(folder.glob("*.json"))
+
+
+def test_a_dry_run_measures_every_row(dry_run: Path) -> None:
+    """Every row and every hard input, written as JSON and as the same in Markdown; nothing half-written stays."""
+    results = json.loads(dry_run.read_text())
+    assert_form(results)
+    assert [row["work"] for row in results["rows"]] == [row.name for row in kda.all_rows()]
+    assert len(results["checks"]) == 32
+    assert dry_run.with_suffix(".md").read_text() == markdown(results)
+    assert len(list(dry_run.parent.iterdir())) == 2
+    both = next(row for row in results["rows"] if row["work"].startswith("forward+backward"))
+    assert len(both["errors"]["ours"]) == 10
+
+
+def test_rows_are_chosen_by_name(tmp_path: Path) -> None:
+    """Only rows whose name contains a part; checks of hard inputs belong to a whole run."""
+    chosen = ["--rows", "8x1024 H=64", "fused, batch 8"]
+    assert kda.main(["--device", "cpu", "--small", "--quick", "--out", str(tmp_path), *chosen]) == 0
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    names = ["forward 8x1024 H=64", "forward+backward 8x1024 H=64", "decode fused, batch 8"]
+    assert [row["work"] for row in results["rows"]] == names
+    assert results["checks"] == []
+
+
+def test_floors_count_every_byte_once() -> None:
+    """T=8192, H=96: 1.0 GB forward, 2.8 GB with backward; a decode step of 256 reads and writes 3.2 GB of states."""
+    rows = {row.name: row.floor_bytes / 1e9 for row in kda.all_rows()}
+    assert rows["forward T=8192 H=96"] == pytest.approx(1.02, abs=0.02)
+    assert rows["forward+backward T=8192 H=96"] == pytest.approx(2.85, abs=0.03)
+    assert rows["decode recurrence only, batch 256"] == pytest.approx(3.25, abs=0.03)
+
+
+def test_larger_errors_than_the_peers_are_reported() -> None:
+    """By more than one per cent, or not a number; errors of rounding in float32 are not compared."""
+    row = {"work": "row", "errors": {"ours": {"o": 2e-3, "final": 2e-7, "d_q": 1.005e-3}, "fla": {}}}
+    row["errors"]["fla"] = {"o": 1.9e-3, "final": 1e-7, "d_q": 1e-3}
+    lost = {"work": "lost", "errors": {"ours": {"o": math.nan}}}
+    found = worse_than_fla({"rows": [row], "checks": [lost]})
+    assert [line.partition(" ")[0] for line in found] == ["row:", "lost:"]
+    assert "o of ours" in found[0]
+
+
+def test_committed_results_have_the_form() -> None:
+    """Every results file of a GPU, and its Markdown is made from it."""
+    for path in sorted(RESULTS.glob("kda-*.json")):
+        results = json.loads(path.read_text())
+        assert_form(results)
+        assert path.name == f"kda-{results['gpu'].removeprefix('NVIDIA ').split()[0].lower()}-{results['date']}.json"
+        assert path.with_suffix(".md").read_text() == markdown(results)
