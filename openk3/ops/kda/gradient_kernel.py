@@ -1,0 +1,231 @@
+"""Triton kernel of the gradients inside tiles: from what the scans leave to raw q, k, decay and beta logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openk3.ops.kda.reference import KdaGate
+from openk3.ops.kda.tiles import Span
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """What the scans leave for the gradients of the tiles of a span."""
+
+    inv: Tensor  # [X, H, C, C]
+    r: Tensor  # [tokens of the span, H, V]
+    states: Tensor  # [X, H, V, K]
+    d_states: Tensor  # [X, H, V, K]
+    d_o: Tensor  # [T, H, V]
+    d_v: Tensor  # [T, H, V]
+
+
+@dataclass(frozen=True)
+class TokenGradients:
+    """Gradients of raw q, k, v, decay logits and beta logits, for all tokens; kernels fill in the rows of a span."""
+
+    d_q: Tensor
+    d_k: Tensor
+    d_v: Tensor
+    d_logit: Tensor
+    d_beta: Tensor
+
+
+def tile_gradients(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    gate: KdaGate,
+    scanned: Scanned,
+    out: TokenGradients,
+    *,
+    span: Span,
+) -> None:
+    """Gradients of q, k, decay logits and beta logits of the span's tokens; tokens: contiguous, as in the forward."""
+    q_THK, k_THK, _, logit_THK, beta_TH = tokens
+    (_, H, K), V = q_THK.shape, scanned.r.shape[2]
+    exact = scanned.inv.dtype == torch.float32
+    if span.num_tiles * H:
+        gradient_kernel[(span.num_tiles * H,)](
+            *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
+            *(scanned.inv, scanned.r, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states),
+            *(out.d_q, out.d_k, out.d_logit, out.d_beta),
+            *(span.start_X, span.length_X, span.token_low, gate.lower_bound, K**-0.5, H),
+            K=K,
+            V=V,
+            C=span.chunk,
+            EXACT=exact,
+            **settings(V),
+        )
+
+
+def settings(V: int) -> dict[str, int]:
+    """Block of value channels, and launch options."""
+    return {"BV": min(V, 64), "num_warps": 8, "num_stages": 2}
+
+
+@triton.jit(
+    do_not_specialize=["H", "token_low"],
+    do_not_specialize_on_alignment=["start_ptr", "length_ptr"],
+)
+def gradient_kernel(
+    q_ptr,
+    k_ptr,
+    logit_ptr,
+    beta_ptr,
+    a_log_ptr,
+    bias_ptr,
+    inv_ptr,
+    r_ptr,
+    d_v_ptr,
+    d_o_ptr,
+    states_ptr,
+    d_states_ptr,
+    d_q_ptr,
+    d_k_ptr,
+    d_logit_ptr,
+    d_beta_ptr,
+    start_ptr,
+    length_ptr,
+    token_low,
+    bound,
+    scale,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """One tile of one head. Rows of r are counted from token_low, all others from the first of all tokens."""
+    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    program = tl.program_id(0).to(tl.int64)
+    tile, head = program // H, program % H
+    start, length = tl.load(start_ptr + tile).to(tl.int64), tl.load(length_ptr + tile)
+    c, channel = tl.arange(0, C), tl.arange(0, K)
+    live = c < length
+    io = inv_ptr.dtype.element_ty
+    inv = tl.load(inv_ptr + program * (C * C) + c[:, None] * C + c[None, :])
+
+    d_mqk = tl.zeros([C, C], tl.float32)
+    d_keys = tl.zeros([C, C], tl.float32)
+    d_qd = tl.zeros([K, C], tl.float32)
+    d_kd = tl.zeros([K, C], tl.float32)
+    d_kr = tl.zeros([K, C], tl.float32)
+    along = tl.zeros([C], tl.float32)
+    carried = tl.zeros([K], tl.float32)
+    column = tl.arange(0, BV)
+    values = (start * H + head) * V
+    values_low = ((start - token_low) * H + head) * V
+    rows = c[:, None] * (H * V) + column[None, :]
+    block = column[:, None] * K + channel[None, :]
+    state = program * (V * K)
+    for v in tl.range(0, V, BV):
+        r = tl.load(r_ptr + values_low + v + rows, mask=live[:, None], other=0.0)
+        d_o = tl.load(d_o_ptr + values + v + rows, mask=live[:, None], other=0.0).to(io)
+        d_r = tl.load(d_v_ptr + values + v + rows, mask=live[:, None], other=0.0).to(io)
+        entering = tl.load(states_ptr + state + v * K + block)
+        d_leaving = tl.load(d_states_ptr + state + v * K + block)
+        carried += tl.sum(entering.to(tl.float32) * d_leaving.to(tl.float32), 0)
+        along += tl.sum(d_r.to(tl.float32) * r.to(tl.float32), 1)
+        write = tl.dot(inv, r, input_precision=precision).to(io)
+        d_mqk = tl.dot(d_o, tl.trans(write), d_mqk, input_precision=precision)
+        d_keys = tl.dot(d_r, tl.trans(write), d_keys, input_precision=precision)
+        d_qd = tl.dot(tl.trans(entering), tl.trans(d_o), d_qd, input_precision=precision)
+        d_kd = tl.dot(tl.trans(entering), tl.trans(d_r), d_kd, input_precision=precision)
+        d_kr = tl.dot(tl.trans(d_leaving), tl.trans(write), d_kr, input_precision=precision)
+
+    keys = (start * H + head) * K
+    tokens = c[:, None] * (H * K) + channel[None, :]
+    logit = tl.trans(tl.load(logit_ptr + keys + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
+    slope = tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634)
+    bias = tl.load(bias_ptr + head * K + channel).to(tl.float32)
+    x = (logit + bias[:, None]) * slope
+    small = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    inverse = 1.0 / (1.0 + small)
+    gate = tl.where(live[None, :], bound * 1.4426950408889634 * inverse * tl.where(x >= 0, 1.0, small), 0.0)
+    d_gate = small * inverse * inverse * (bound * slope)
+    total = tl.cumsum(gate, 1)
+    last = tl.sum(gate, 1)
+    middle = 0.5 * last
+    up = tl.exp2(total - middle[:, None])
+    down = tl.exp2(middle[:, None] - total)
+
+    q = tl.trans(tl.load(q_ptr + keys + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
+    k = tl.trans(tl.load(k_ptr + keys + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
+    q_norm = tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+    k_norm = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    q *= q_norm[None, :]
+    k *= k_norm[None, :]
+    qd = q * (up * scale)
+    kd = k * up
+    ki = k * down
+    qd_n, kd_n, ki_n = qd.to(io), kd.to(io), ki.to(io)
+
+    # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
+    # two shares in the gradient of the decay would cancel only up to rounding.
+    own = tl.sum(tl.where(c[:, None] == c[None, :], d_mqk, 0.0), 1)
+    below = c[:, None] > c[None, :]
+    d_mqk = tl.where(below, d_mqk, 0.0)
+    d_keys = tl.where(below, -d_keys, 0.0)
+    # Decay may span 2^-231 in a tile and gradients may be tiny: products are taken relative to the largest.
+    size = tl.maximum(tl.max(tl.abs(d_mqk)), tl.max(tl.abs(d_keys)))
+    size = tl.exp2(tl.ceil(tl.log2(tl.maximum(size, 1e-36))))
+    shrink = 1.0 / size
+    d_mqk = (d_mqk * shrink).to(io)
+    d_keys = (d_keys * shrink).to(io)
+    half = tl.exp2(middle)
+    d_qd *= shrink
+    d_kd *= -shrink
+    d_kr *= shrink
+    inside = tl.dot(ki_n, tl.trans(d_keys), input_precision=precision)
+    along += tl.sum(inside * kd, 0) * size
+    d_qd = tl.dot(ki_n, tl.trans(d_mqk), d_qd * half[:, None], input_precision=precision)
+    d_kd = d_kd * half[:, None] + inside
+    d_kr *= half[:, None]
+    carried = carried * shrink * tl.exp2(last) + tl.sum(d_kr * ki, 1)
+    d_ki = tl.dot(qd_n, d_mqk, d_kr, input_precision=precision)
+    d_ki = tl.dot(kd_n, d_keys, d_ki, input_precision=precision)
+
+    d_total = d_qd * qd + d_kd * kd - d_ki * ki
+    d_log = tl.cumsum(d_total, 1, reverse=True) + carried[:, None]
+    d_logit = d_log * d_gate * size
+    tl.store(d_logit_ptr + keys + tokens, tl.trans(d_logit.to(d_logit_ptr.dtype.element_ty)), mask=live[:, None])
+    own *= shrink * scale
+    d_q = d_qd * (up * scale) + k * own[None, :]
+    d_q = (d_q - q * tl.sum(d_q * q, 0)[None, :]) * (q_norm * size)[None, :]
+    tl.store(d_q_ptr + keys + tokens, tl.trans(d_q.to(d_q_ptr.dtype.element_ty)), mask=live[:, None])
+    d_k = d_kd * up + d_ki * down + q * own[None, :]
+    d_k = (d_k - k * tl.sum(d_k * k, 0)[None, :]) * (k_norm * size)[None, :]
+    tl.store(d_k_ptr + keys + tokens, tl.trans(d_k.to(d_k_ptr.dtype.element_ty)), mask=live[:, None])
+    beta = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
+    d_beta = along / (1.0 + tl.exp2(beta * 1.4426950408889634))
+    tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
+
+
+def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
+    options = settings(128)
+    tokens = (
+        "q",
+        "k",
+        "logit",
+        "beta",
+        "inv",
+        "r",
+        "d_v",
+        "d_o",
+        "states",
+        "d_states",
+        "d_q",
+        "d_k",
+        "d_logit",
+        "d_beta",
+    )
+    given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
+    given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
+    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "EXACT": False}
+    given |= {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
+    return [(gradient_kernel, given, options)]

@@ -1,0 +1,59 @@
+"""Gradients inside tiles by kernels, in Triton's interpreter, against their formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kda_checks import kda_inputs
+from kda_tile_formulas import Cut, Scanned, forward_scan, prepare, reverse_scan, tile_gradients, tile_rows
+from torch import Tensor
+
+from openk3.ops import KdaGate
+from openk3.ops.kda import gradient_kernel
+from openk3.ops.kda.tiles import tile_table
+
+TOKENS = ("q", "k", "v", "decay_logit", "beta_logit")
+
+
+def both(
+    inputs: dict[str, Tensor], lengths: list[int], dtype: torch.dtype, chunk: int = 32, size: float = 1.0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients by the kernel, in poisoned memory, and by the formulas; those of the outputs are random of this size."""
+    cut = Cut.of(lengths, chunk)
+    space = prepare(tile_rows(inputs, cut))
+    o, r, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
+    generator = torch.Generator().manual_seed(1)
+    d_o, d_final = (torch.randn(x.shape, generator=generator, dtype=torch.float64) * size for x in (o, final))
+    d_v, d_states, _ = reverse_scan(space, d_o, d_final, cut)
+    want = tile_gradients(inputs, Scanned(states, d_states, r, d_v, d_o), cut)
+    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+    span = tile_table(bounds, torch.device("cpu"), chunk=chunk).sequences()
+    narrow = [x.to(dtype).contiguous() for x in (space.inv, r, states, d_states, d_o, d_v)]
+    scanned = gradient_kernel.Scanned(*narrow)
+    tokens = tuple(inputs[name].to(dtype) for name in TOKENS)
+    out = gradient_kernel.TokenGradients(*(torch.full_like(x, torch.nan) for x in tokens))
+    gate = KdaGate(inputs["A_log"].float(), inputs["dt_bias"].float())
+    gradient_kernel.tile_gradients(tokens, gate, scanned, out, span=span)
+    named = {"d_q": out.d_q, "d_k": out.d_k, "d_decay_logit": out.d_logit, "d_beta_logit": out.d_beta}
+    return named, want
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_equals_formulas(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Tiles full, ragged and absent; K != V."""
+    lengths = [33, 0, 7, 40]
+    got, want = both(kda_inputs(lengths, H=2, K=16, V=32), lengths, dtype, chunk)
+    for name, expected in want.items():
+        assert (got[name] - expected).norm() < tolerance * expected.norm(), name
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-8, 1e8])
+@pytest.mark.parametrize("logit", [-1e4, 7.0])
+def test_gradients_of_any_size(logit: float, size: float) -> None:
+    """With no decay at all or 2^-231 in a tile, no product of tiny or huge gradients leaves float32."""
+    inputs = kda_inputs([32, 20], H=1, K=16, V=16)
+    inputs["decay_logit"] = torch.full_like(inputs["decay_logit"], logit)
+    got, want = both(inputs, [32, 20], torch.float32, size=size)
+    for name, expected in want.items():
+        assert (got[name] - expected).norm() <= 1e-4 * expected.norm(), name
