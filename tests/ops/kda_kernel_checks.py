@@ -1,0 +1,226 @@
+"""What must hold of every implementation of Kimi Delta Attention by kernels, on any device and at any size.
+
+The judge is the chunk form in float64, on the same inputs: what is rounded to bfloat16 is rounded before both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from kda_checks import NAMES, cu_seqlens
+from torch import Tensor
+
+from openk3.ops import KdaGate, chunk_kda
+
+Op = Callable[..., tuple[Tensor, Tensor]]
+ARGUMENTS = NAMES[:-1]
+# Most that bfloat16 products, states and outputs may cost, by the tensors' norms; docs/kda.md has the measured errors.
+BFLOAT16 = {"o": 6e-3, "final": 4e-3} | {f"d_{name}": 1e-2 for name in NAMES}
+FLOAT32 = {"o": 2e-5, "final": 2e-5} | {f"d_{name}": 5e-5 for name in NAMES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Packed sequences of these lengths, and the kind of values in them."""
+
+    lengths: tuple[int, ...]
+    H: int
+    K: int = 128
+    V: int = 128
+    gates: str = "mixed"  # "mixed", "bound" (all at -5), "open" (near 0) or "low" (between, near the bound)
+    keys: str = "random"  # or "near": almost identical, with beta near 1
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
+    state: bool = True
+
+    @property
+    def T(self) -> int:
+        """Tokens in all."""
+        return sum(self.lengths)
+
+    def __str__(self) -> str:
+        lengths = "+".join(map(str, self.lengths[:6])) + ("+.." if len(self.lengths) > 6 else "")
+        return f"{lengths} H{self.H} K{self.K} V{self.V} {self.gates} {self.keys} {str(self.dtype)[6:]} s{self.seed}"
+
+
+def kernel_inputs(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Fresh values by name: tokens in the case's format, gate parameters and states in float32."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    T, H, K, V, N = case.T, case.H, case.K, case.V, len(case.lengths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    values = {"q": draw(T, H, K), "k": draw(T, H, K), "v": draw(T, H, V), "decay_logit": draw(T, H, K)}
+    values |= {"beta_logit": draw(T, H), "A_log": 0.3 * draw(H), "dt_bias": 0.5 * draw(H, K), "state": draw(N, H, K, V)}
+    if case.keys == "near":
+        values["k"] = draw(1, H, K) + 0.01 * values["k"]
+        values["beta_logit"] = 6 + 0.5 * values["beta_logit"]
+    shift, spread = {"mixed": (-1, 3), "bound": (40, 1), "open": (-14, 0.5), "low": (3, 0.5)}[case.gates]
+    values["decay_logit"] = shift + spread * values["decay_logit"]
+    values |= {name: values[name].to(case.dtype) for name in NAMES[:5]}
+    if not case.state:
+        del values["state"]
+    return values
+
+
+def cotangents(case: Case, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Gradients of the outputs, in the case's format, and of the final states."""
+    generator = torch.Generator(device).manual_seed(case.seed + 7919)
+    shape = (len(case.lengths), case.H, case.K, case.V)
+    d_o = torch.randn(case.T, case.H, case.V, generator=generator, device=device).to(case.dtype)
+    return d_o, torch.randn(shape, generator=generator, device=device)
+
+
+def call(op: Op, values: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor]:
+    """Outputs and final states."""
+    q, k, v, z, beta, A_log, dt_bias = (values[name] for name in ARGUMENTS)
+    bounds = cu_seqlens(case.lengths).to(q.device)
+    return op(q, k, v, z, beta, KdaGate(A_log, dt_bias), state_NHKV=values.get("state"), cu_seqlens=bounds)
+
+
+def everything(op: Op, values: dict[str, Tensor], case: Case, grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Outputs, final states and the gradients of all inputs."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in values.items()}
+    o, final = call(op, leaves, case)
+    d_o, d_final = grads
+    found = torch.autograd.grad((o, final), list(leaves.values()), (d_o.to(o.dtype), d_final.to(final.dtype)))
+    return {"o": o.detach(), "final": final.detach()} | {f"d_{name}": x for name, x in zip(leaves, found)}
+
+
+def exact(case: Case, values: dict[str, Tensor], grads: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """What float64 gives, a few heads at a time; without `grads` outputs and final states only."""
+    heads = [slice(h, h + 12) for h in range(0, case.H, 12)]
+    per_head = {"A_log", "dt_bias", "d_A_log", "d_dt_bias"}  # all else has its heads in the second dimension
+    parts = []
+    for some in heads:
+        wide = {name: (x[some] if name in per_head else x[:, some]).double() for name, x in values.items()}
+        if grads is not None:
+            parts.append(everything(chunk_kda, wide, case, (grads[0][:, some].double(), grads[1][:, some].double())))
+        else:
+            with torch.no_grad():
+                parts.append(dict(zip(("o", "final"), call(chunk_kda, wide, case))))
+    return {name: torch.cat([part[name] for part in parts], 0 if name in per_head else 1) for name in parts[0]}
+
+
+def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of each difference by the norm of what is right, or by that of values of 1e-4 where those are tiny.
+
+    A gate at its bound has no slope, so its gradients are nothing but rounding: all others are of the size of 1.
+    """
+    found = {}
+    for name in got:
+        x, y = got[name].double(), want[name].double()
+        assert x.shape == y.shape and bool(x.isfinite().all()), f"{name}: not finite, or {list(x.shape)}"
+        found[name] = float((x - y).norm() / (y.norm() + 1e-4 * max(1, y.numel()) ** 0.5))
+    return found
+
+
+def assert_exact_within(
+    op: Op, case: Case, limits: dict[str, float], *, device: torch.device | str = "cpu", backward: bool = True
+) -> dict[str, float]:
+    """All results within the limits of float64's; returns the errors."""
+    values = kernel_inputs(case, device)
+    grads = cotangents(case, device) if backward else None
+    if grads is not None:
+        got = everything(op, values, case, grads)
+    else:
+        with torch.no_grad():
+            got = dict(zip(("o", "final"), call(op, values, case)))
+    assert got["o"].dtype == case.dtype and got["final"].dtype == torch.float32
+    found = errors(got, exact(case, values, grads))
+    assert {n: e for n, e in found.items() if e > limits[n]} == {}, f"{case}: {found}"
+    return found
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that differ in any bit of any value."""
+    return [name for name in a if not torch.equal(*(x[name].contiguous().view(torch.uint8) for x in (a, b)))]
+
+
+def assert_causal(op: Op, case: Case, t: int, device: torch.device | str = "cpu") -> None:
+    """Outputs before token t of the one sequence are the same bits when everything after changes, gates above all."""
+    values = kernel_inputs(case, device)
+    fresh = kernel_inputs(replace(case, seed=case.seed + 1), device)
+    with torch.no_grad():
+        whole = call(op, values, case)[0]
+        before = whole[:t]
+        fresh["decay_logit"] += torch.tensor((-20.0, 40.0), device=before.device).repeat_interleave(case.K // 2)
+        for changed in (("decay_logit",), ("q", "k", "v", "decay_logit", "beta_logit")):
+            other = {name: torch.cat([values[name][:t], fresh[name][t:]]) for name in changed}
+            after = call(op, values | other, case)[0]
+            assert not torch.equal(after[t:], whole[t:])
+            assert same_bits({"o": before.contiguous()}, {"o": after[:t].contiguous()}) == []
+
+
+def assert_deterministic(op: Op, case: Case, device: torch.device | str = "cpu") -> None:
+    """Two runs give the same bits, gradients of the gate's parameters included, which are sums over all tokens."""
+    values, grads = kernel_inputs(case, device), cotangents(case, device)
+    first, second = (everything(op, values, case, grads) for _ in range(2))
+    assert same_bits(first, second) == []
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every fresh tensor is full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_reads_no_garbage(op: Op, case: Case, device: torch.device | str = "cpu") -> None:
+    """NaN in all memory that is allocated but not yet written changes no bit."""
+    values, grads = kernel_inputs(case, device), cotangents(case, device)
+    clean = everything(op, values, case, grads)
+    with poisoned_memory():
+        got = everything(op, values, case, grads)
+    assert same_bits(clean, got) == []
+
+
+def assert_sequences_are_alone(op: Op, case: Case, device: torch.device | str = "cpu") -> None:
+    """NaN in one sequence's tokens and state reaches no other one's outputs, states or gradients."""
+    values, grads = kernel_inputs(case, device), cotangents(case, device)
+    spoiled = max(range(len(case.lengths)), key=lambda n: (case.lengths[n], n))
+    start = sum(case.lengths[:spoiled])
+    rows = slice(start, start + case.lengths[spoiled])
+    clean = everything(op, values, case, grads)
+    for name in ("q", "k", "v", "decay_logit", "beta_logit"):
+        values[name] = values[name].clone()
+        values[name][rows] = torch.nan
+    got = everything(op, values, case, grads)
+    assert got["o"][rows].isnan().any()
+    for name in ("o", *(f"d_{name}" for name in NAMES[:5])):
+        clean[name][rows] = got[name][rows] = 0
+    for name in ("final", "d_state"):
+        clean[name][spoiled] = got[name][spoiled] = 0
+    del clean["d_A_log"], clean["d_dt_bias"]
+    assert same_bits(clean, got) == []
+
+
+def assert_checkpoints(op: Op, case: Case, positions: Sequence[int], device: torch.device | str = "cpu") -> None:
+    """The state behind each position is the one that the tokens up to there end in, and asking for it changes little.
+
+    Tiles end at positions, so other sums are rounded elsewhere: a few units of the formats' precision.
+    """
+    values = kernel_inputs(case, device)
+    ends = cu_seqlens(case.lengths).tolist()
+    with torch.no_grad():
+        o, final, states = call(lambda *xs, **options: op(*xs, checkpoints=tuple(positions), **options), values, case)
+        assert states.shape == (len(positions), case.H, case.K, case.V) and states.dtype == torch.float32
+        limits = FLOAT32 if case.dtype == torch.float32 else BFLOAT16
+        found = errors({"o": o, "final": final}, exact(case, values, None))
+        assert all(found[name] <= limits[name] for name in found), found
+        for position, state in zip(positions, states):
+            n = next(n for n, end in enumerate(ends[1:]) if position <= end)
+            part = replace(case, lengths=(position - ends[n],))
+            short = {name: values[name][ends[n] : position] for name in NAMES[:5]}
+            short |= {name: values[name] for name in ("A_log", "dt_bias")}
+            short |= {"state": values["state"][n : n + 1]} if case.state else {}
+            want = exact(part, short, None)["final"]
+            assert errors({"final": state[None]}, {"final": want})["final"] <= limits["final"], position
