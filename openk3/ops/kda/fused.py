@@ -19,6 +19,7 @@ class Forward:
     final_NHKV: Tensor  # float32
     checkpoints_MHKV: Tensor  # float32
     entering_PHKV: Tensor | None  # float32: the state entering each part; None: parts are sequences and start from zero
+    maps_PHRK: Tensor | None = None  # the parts as maps, where they were scanned at once
 
 
 def fused_forward(
@@ -60,14 +61,15 @@ def _split_forward(
     workspace: Workspace, v_THV: Tensor, state_NHKV: Tensor | None, tiles: Tiles, o_THV: Tensor
 ) -> Forward:
     span = tiles.parts()
-    entering = fold(scan_maps(workspace, v_THV, span), tiles, state_NHKV)
+    maps = scan_maps(workspace, v_THV, span)
+    entering = fold(maps, tiles, state_NHKV)
     leaving = torch.empty_like(entering)
     saved = None
     if tiles.checkpoint_rows:
         saved = entering.new_empty(tiles.num_saved, *entering.shape[1:])
     scan(workspace, v_THV, span, entering, ScanOutputs(o=o_THV, final=leaving, saved=saved))
     final = leaving[tiles.parts_N[1:].long() - 1]
-    return Forward(o_THV, final, _checkpoints(tiles, saved, final), entering)
+    return Forward(o_THV, final, _checkpoints(tiles, saved, final), entering, maps)
 
 
 def _checkpoints(tiles: Tiles, saved: Tensor | None, like: Tensor) -> Tensor:
