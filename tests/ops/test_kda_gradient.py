@@ -18,7 +18,7 @@ TOKENS = ("q", "k", "v", "decay_logit", "beta_logit")
 def both(
     inputs: dict[str, Tensor], lengths: list[int], dtype: torch.dtype, chunk: int = 32, size: float = 1.0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients by the kernel, in poisoned memory, and by the formulas; those of the outputs are random of this size."""
+    """Gradients by the kernel, in poisoned memory, and by the formulas; those of outputs are random of this size."""
     cut = Cut.of(lengths, chunk)
     space = prepare(tile_rows(inputs, cut))
     o, r, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)

@@ -11,6 +11,8 @@ from torch import Tensor
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
 
+_PIECE = 256  # tokens that one program sums
+
 
 @dataclass(frozen=True)
 class Scanned:
@@ -59,6 +61,23 @@ def tile_gradients(
             EXACT=exact,
             **settings(V),
         )
+
+
+def gate_gradients(logit_THK: Tensor, d_logit_THK: Tensor, dt_bias_HK: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of A_log [H] and dt_bias [H, K] from that of the decay logits, in float32.
+
+    The logits enter the gate as exp(A_log) * (logit + dt_bias): so dt_bias gets their sum over tokens, and A_log that
+    of each times what it multiplies. Tokens are summed in pieces, and the pieces in one fixed order.
+    """
+    T, H, K = logit_THK.shape
+    pieces = triton.cdiv(T, _PIECE)
+    d_bias = torch.empty(pieces, H, K, dtype=torch.float32, device=logit_THK.device)
+    d_slope = torch.empty(pieces, H, K, dtype=torch.float32, device=logit_THK.device)
+    if pieces * H:
+        gate_gradient_kernel[(pieces * H,)](
+            *(logit_THK, d_logit_THK, dt_bias_HK, d_bias, d_slope, T, H), K=K, ROWS=32, PIECE=_PIECE, num_warps=4
+        )
+    return d_slope.sum((0, 2)), d_bias.sum(0)
 
 
 def settings(V: int) -> dict[str, int]:
@@ -205,6 +224,38 @@ def gradient_kernel(
     tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize=["T", "H"])
+def gate_gradient_kernel(
+    logit_ptr,
+    d_logit_ptr,
+    bias_ptr,
+    d_bias_ptr,
+    d_slope_ptr,
+    T,
+    H,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """One piece of the tokens of one head: sums over its tokens, each channel by itself."""
+    program = tl.program_id(0).to(tl.int64)
+    piece, head = program // H, program % H
+    row, channel = tl.arange(0, ROWS), tl.arange(0, K)
+    bias = tl.load(bias_ptr + head * K + channel).to(tl.float32)
+    d_bias = tl.zeros((ROWS, K), tl.float32)
+    d_slope = tl.zeros((ROWS, K), tl.float32)
+    for first in range(0, PIECE, ROWS):
+        token = piece * PIECE + first + row
+        at = (token[:, None] * H + head) * K + channel[None, :]
+        live = (token < T)[:, None]
+        d_logit = tl.load(d_logit_ptr + at, mask=live, other=0.0).to(tl.float32)
+        logit = tl.load(logit_ptr + at, mask=live, other=0.0).to(tl.float32)
+        d_bias += d_logit
+        d_slope += d_logit * (logit + bias[None, :])
+    tl.store(d_bias_ptr + program * K + channel, tl.sum(d_bias, 0))
+    tl.store(d_slope_ptr + program * K + channel, tl.sum(d_slope, 0))
+
+
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
     options = settings(128)
@@ -228,4 +279,6 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "EXACT": False}
     given |= {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
-    return [(gradient_kernel, given, options)]
+    sums: dict[str, Any] = {"logit_ptr": "*bf16", "d_logit_ptr": "*bf16", "bias_ptr": "*fp32"}
+    sums |= {"d_bias_ptr": "*fp32", "d_slope_ptr": "*fp32", "T": "i32", "H": "i32", "K": 128, "ROWS": 32}
+    return [(gradient_kernel, given, options), (gate_gradient_kernel, sums | {"PIECE": _PIECE}, {"num_warps": 4})]

@@ -1,4 +1,4 @@
-"""Triton kernels of the reverse scan of KDA: gradients of values and states, from the last tile of a sequence to the first.
+"""Triton kernels of the reverse scan of KDA: gradients of values and states, from the last tile to the first.
 
 As in the forward scan the gradient of the state is held transposed, [V, K], as a float32 accumulator. Per tile, from
 that of the state leaving it: dU^T = dS^T kr^T + do^T mqk;  dv^T = dU^T inv;

@@ -1,0 +1,215 @@
+"""Kimi Delta Attention by kernels as a differentiable function: plan, forward pass, and the backward pass in slabs.
+
+The forward pass keeps its inputs and the state entering each part of a sequence. The backward pass goes through the
+tokens from the last to the first in slabs of a few parts, and computes everything else again slab by slab: the
+workspace of the tiles, the states entering them, then in reverse the gradients of the states leaving them, then the
+gradients inside all tiles at once. Memory beyond inputs and gradients is that of one slab.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openk3.ops.backend import on_device
+from openk3.ops.kda.fused import Forward, fused_forward
+from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients, gate_gradients, tile_gradients
+from openk3.ops.kda.prepare_kernel import Workspace, prepare
+from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states
+from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
+from openk3.ops.kda.scan_kernel import ScanOutputs, scan
+from openk3.ops.kda.tiles import Span, Tiles, tile_table
+from openk3.ops.sequences import sequence_bounds
+
+SLAB_TILES = 2**14  # tiles times heads of a slab: 32 kB each of states and of their gradients, and half of that besides
+
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, decay logits, beta logits
+
+
+def fused_kda(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    decay_logit_THK: Tensor,
+    beta_logit_TH: Tensor,
+    gate: KdaGate,
+    *,
+    state_NHKV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    checkpoints: tuple[int, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """Kimi Delta Attention by kernels: same arguments and results as `recurrent_kda`, for what `backend.pick` admits.
+
+    With `checkpoints`, token positions that rise strictly within 1..T, also the states behind the token before each
+    [M, H, K, V] float32, found on the way and not differentiable. Twice the same inputs give the same bits, gradients
+    included. Raises ValueError if shapes or dtypes do not fit, or for a gate without a bound.
+    """
+    check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+    if gate.lower_bound is None:
+        raise ValueError("fused_kda: the gate must have a lower bound; chunk_kda takes gates without")
+    bounds = sequence_bounds(cu_seqlens, q_THK.shape[0])
+    state = state_NHKV
+    if state is not None:
+        state = initial_states(state, len(bounds) - 1, k_THK, v_THV.float()).contiguous()
+    logit_THK = decay_logit_THK
+    parameters = (gate.A_log_H, gate.dt_bias_HK)
+    given = (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH, *parameters, state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    plan = _plan(bounds, q_THK, checkpoints or (), keep)
+    if keep and any(x.requires_grad for x in parameters):
+        logit_THK = _GateParameters.apply(logit_THK, *parameters)
+    q, k, v, logit, beta = (x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH))
+    fixed = KdaGate(gate.A_log_H.detach().contiguous(), gate.dt_bias_HK.detach().contiguous(), gate.lower_bound)
+    if keep:
+        results = _FusedKda.apply(plan, fixed, q, k, v, logit, beta, state)
+    else:
+        result = _forward(plan, fixed, (q, k, v, logit, beta), state)
+        results = (result.o_THV, result.final_NHKV, result.checkpoints_MHKV)
+    return results if checkpoints is not None else results[:2]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Tiles and parts, and whether parts are scanned at once."""
+
+    tiles: Tiles
+    split: bool
+
+
+def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], grad: bool) -> _Plan:
+    part_tiles = max(1, SLAB_TILES // max(1, q_THK.shape[1])) if grad else None
+    return _Plan(tile_table(bounds, q_THK.device, checkpoints=checkpoints, part_tiles=part_tiles), False)
+
+
+def _forward(plan: _Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | None) -> Forward:
+    with on_device(tokens[0]):
+        return fused_forward(tokens, gate, state_NHKV, plan.tiles, split=plan.split)
+
+
+class _GateParameters(torch.autograd.Function):
+    """The decay logits as they are; in the backward pass their gradient becomes that of the gate's parameters, too.
+
+    Kept outside the core: whoever asks for gradients of activations first and of parameters later runs it once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logit_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor) -> Tensor:
+        ctx.save_for_backward(logit_THK, A_log_H, dt_bias_HK)
+        return logit_THK.view_as(logit_THK)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logit_THK, A_log_H, dt_bias_HK = ctx.saved_tensors
+        d_A_log, d_bias = None, None
+        if any(ctx.needs_input_grad[1:]):
+            with on_device(logit_THK):
+                d_A_log, d_bias = gate_gradients(logit_THK.contiguous(), grads[0].contiguous(), dt_bias_HK.contiguous())
+            d_A_log, d_bias = d_A_log.to(A_log_H.dtype), d_bias.to(dt_bias_HK.dtype)
+        return grads[0], d_A_log, d_bias
+
+
+class _FusedKda(torch.autograd.Function):
+    """The core: gradients of the tokens and of the initial states, the gate's parameters being constants."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, gate: KdaGate, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tokens, state = inputs
+        result = _forward(plan, gate, tuple(tokens), state)
+        ctx.plan, ctx.lower_bound = plan, gate.lower_bound
+        ctx.save_for_backward(*tokens, gate.A_log_H, gate.dt_bias_HK, result.entering_PHKV, result.maps_PHRK)
+        ctx.mark_non_differentiable(result.checkpoints_MHKV)
+        return result.o_THV, result.final_NHKV, result.checkpoints_MHKV
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_o, d_final, _ = grads
+        *tokens, A_log, dt_bias, entering, maps = ctx.saved_tensors
+        passed = _Backward(ctx.plan, tuple(tokens), KdaGate(A_log, dt_bias, ctx.lower_bound), entering, maps)
+        with on_device(d_o):
+            out, d_state = passed.run(d_o.contiguous(), d_final)
+        return (
+            None,
+            None,
+            out.d_q,
+            out.d_k,
+            out.d_v,
+            out.d_logit,
+            out.d_beta,
+            d_state if ctx.needs_input_grad[7] else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The backward pass of one call."""
+
+    plan: _Plan
+    tokens: Tokens
+    gate: KdaGate
+    entering_PHKV: Tensor | None
+    maps_PHRK: Tensor | None
+
+    def run(self, d_o_THV: Tensor, d_final_NHKV: Tensor) -> tuple[TokenGradients, Tensor]:
+        """Gradients of the tokens and of the initial states."""
+        out = TokenGradients(*(torch.empty_like(x) for x in self.tokens))
+        d_state_NHKV = d_final_NHKV.clone(memory_format=torch.contiguous_format)
+        for low, high in _slabs(self.plan, self.tokens[0].shape[1]):
+            self._slab(low, high, d_o_THV, d_state_NHKV, out)
+        return out, d_state_NHKV
+
+    def _slab(self, low: int, high: int, d_o_THV: Tensor, d_state_NHKV: Tensor, out: TokenGradients) -> None:
+        q, k, v, logit, beta = self.tokens
+        span = self.plan.tiles.slab(low, high)
+        workspace = prepare(q, k, logit, beta, self.gate, span=span)
+        X, H, _, K = workspace.qd.shape
+        states, d_states = workspace.qd.new_empty(2, X, H, v.shape[2], K)
+        r = workspace.qd.new_empty(span.num_tokens, *v.shape[1:])
+        entering = None if self.entering_PHKV is None else self.entering_PHKV[low:high]
+        scan(workspace, v, span, entering, ScanOutputs(r=r, states=states))
+        d_leaving, d_entering = self._leaving(low, high, workspace, span, d_o_THV=d_o_THV, d_state_NHKV=d_state_NHKV)
+        written = ReverseOutputs(d_v=out.d_v, d_states=d_states, d_entering=d_entering)
+        reverse_scan(workspace, d_o_THV, span, d_leaving, written)
+        scanned = Scanned(workspace.inv, r, states, d_states, d_o_THV, out.d_v)
+        tile_gradients(self.tokens, self.gate, scanned, out, span=span)
+
+    def _leaving(
+        self, low: int, high: int, workspace: Workspace, span: Span, *, d_o_THV: Tensor, d_state_NHKV: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the states leaving each part of a slab, and where those of the entering ones still must go."""
+        tiles = self.plan.tiles
+        first, last = bisect_right(tiles.sequence_parts, low) - 1, bisect_left(tiles.sequence_parts, high)
+        d_state = d_state_NHKV[first:last]
+        if high - low == last - first:
+            return d_state, d_state
+        assert self.maps_PHRK is not None
+        d_leaving = d_state.new_empty(high - low, *d_state.shape[1:])
+        reverse_scan(workspace, d_o_THV, span, None, ReverseOutputs(d_entering=d_leaving))
+        reverse_fold(self.maps_PHRK, d_state, d_leaving, tiles.parts_N[first : last + 1], low)
+        return d_leaving, None
+
+
+def _slabs(plan: _Plan, heads: int) -> Iterator[tuple[int, int]]:
+    """Consecutive parts [low, high) of each slab, from the last to the first.
+
+    A slab takes parts while it has room; unless parts are scanned at once, only one part of a sequence.
+    """
+    tiles, room = plan.tiles, max(1, SLAB_TILES // max(1, heads))
+    high = tiles.num_parts
+    while high:
+        sequence = bisect_right(tiles.sequence_parts, high - 1) - 1
+        low = high - 1
+        while low and tiles.part_first[high] - tiles.part_first[low - 1] <= room:
+            before = bisect_right(tiles.sequence_parts, low - 1) - 1
+            if before == sequence and not plan.split:
+                break
+            sequence, low = before, low - 1
+        yield low, high
+        high = low
