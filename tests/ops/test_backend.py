@@ -45,7 +45,9 @@ def test_a_cpu_runs_the_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_runs_the_kernels_there_are(gpu: OnDevice) -> None:
     """Operations with kernels use them, the others their definition."""
     kernels = {op for op in backend.IMPLEMENTATIONS if pick(op, gpu) == "triton"}
-    assert kernels == {op for op, names in backend.IMPLEMENTATIONS.items() if "triton" in names} >= {"kda", "short_conv"}
+    assert (
+        kernels == {op for op, names in backend.IMPLEMENTATIONS.items() if "triton" in names} >= {"kda", "short_conv"}
+    )
 
 
 @pytest.mark.parametrize("channels", [(16, 16), (32, 64), (128, 128), (128, 16)])

@@ -96,7 +96,9 @@ def test_three_inputs_in_one_launch_are_three_convolutions() -> None:
         else:
             pairs = [short_conv(a, b, window_NCW=c, cu_seqlens=bounds(lengths)) for a, b, c in zip(*parts)]
             y, new = zip(*pairs)
-        loss = sum((part * random(*part.shape, seed=30 + n).float()).sum() for n, part in enumerate((*y, new[0], new[2])))
+        loss = sum(
+            (part * random(*part.shape, seed=30 + n).float()).sum() for n, part in enumerate((*y, new[0], new[2]))
+        )
         collect += [*y, *new, *torch.autograd.grad(loss, leaves)]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 
