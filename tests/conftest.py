@@ -13,7 +13,6 @@ from _pytest.mark.expression import Expression
 from hypothesis import settings
 
 import openk3
-from openk3.cli import main
 
 # Read by torch when it is imported, which no test module has done yet: two workers must not fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +51,8 @@ def shared_process() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, small_text: Path, shared_process: None) -> Path:
     """A run of two steps, made by the command itself; who changes it copies it first."""
+    from openk3.cli import main  # of the tests of a GPU none needs what the command line needs
+
     run = tmp_path_factory.mktemp("runs") / "tiny"
     assert main(["pretrain", "tiny", "--data", str(small_text), "--out", str(run), "--steps", "2"]) == 0
     return run
