@@ -1,9 +1,10 @@
 """Triton kernel that turns raw tokens into the tiles of the chunkwise form: all of KDA that needs no state.
 
-Per tile and head, with G the running sum of the log decay inside the tile (base 2) and e = 2^G at its end:
-kd = k 2^G, qd = q 2^G, kr = k 2^(Gl - G), mqk = lower(qd ki^T), inv = (I + diag(beta) strict_lower(kd ki^T))^-1 diag(beta),
-where ki = k 2^-G. No exponent leaves the range of float32: products are formed relative to the middle of the tile's
-range of G, a constant, so that nothing depends on the gates of later tokens.
+Per tile and head, with G the running sum of the log decay inside the tile (base 2) and Gl its last row:
+kd = k 2^G, qd = q 2^G, kr = k 2^(Gl - G), ki = k 2^-G, mqk = lower(qd ki^T),
+inv = (I + diag(beta) strict_lower(kd ki^T))^-1 diag(beta), decay = 2^Gl.
+No exponent leaves the range of float32: products are formed relative to the middle of the tile's range of G, constant,
+so that nothing depends on the gates of later tokens.
 """
 
 import math
@@ -78,20 +79,47 @@ def settings() -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 1}
 
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
 @triton.jit
-def _unit_lower_inverse(lower, C: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower matrix [C, C], row by row."""
+def _exp2(x):
+    """2^x; results below the normal range are zero."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + 2^-x)."""
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp2(-x))
+    else:
+        grown = 1.0 + _exp2(-x)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [grown], tl.float32, True, 1)
+
+
+@triton.jit
+def _unit_lower_inverse(lower, C: tl.constexpr, EXACT: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower matrix [C, C]: blocks of two rows, then block substitution with larger ones.
+
+    The corner of [[A, 0], [B, D]]^-1 is -D^-1 B A^-1; all blocks of one size are merged by one pair of products.
+    """
+    precision: tl.constexpr = "ieee" if EXACT or INTERPRETED else "bf16x3"
     row = tl.arange(0, C)[:, None]
     column = tl.arange(0, C)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0)
-    for i in tl.static_range(1, C):
-        factors = tl.sum(tl.where(row == i, lower, 0.0), 0)
-        update = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where(row == i, inverse - update[None, :], inverse)
+    apart = row ^ column  # its highest bit is the size of the blocks whose merging fills the entry
+    inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -lower, 0.0))
+    levels: tl.constexpr = 5 if C == 32 else 4
+    for level in tl.range(1, levels, num_stages=1):
+        corners = tl.where((apart >> level) == 1, lower, 0.0)
+        inverse -= tl.dot(inverse, tl.dot(corners, inverse, input_precision=precision), input_precision=precision)
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H"], do_not_specialize_on_alignment=["start_ptr", "length_ptr"])
 def prepare_kernel(
     q_ptr,
     k_ptr,
@@ -114,54 +142,58 @@ def prepare_kernel(
     C: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One tile of one head."""
+    """One tile of one head.
+
+    Token rows are [C / 8, 8, K] with token 4 r + j of 32 at [j, r]: a thread then holds neighbouring tokens, and their
+    running sum costs no exchange.
+    """
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    near: tl.constexpr = C // 8
     program = tl.program_id(0).to(tl.int64)
     tile = program // H
     head = program % H
     length = tl.load(length_ptr + tile)
     start = tl.load(start_ptr + tile).to(tl.int64)
-    c = tl.arange(0, C)
     channel = tl.arange(0, K)
-    live = (c < length)[:, None]
-    tokens = (start * H + head) * K + c[:, None] * (H * K) + channel[None, :]
+    token = tl.arange(0, 8)[None, :, None] * near + tl.arange(0, near)[:, None, None]
+    live = token < length
+    tokens = (start * H + head) * K + token * (H * K) + channel[None, None, :]
     logit = tl.load(logit_ptr + tokens, mask=live, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + tokens, mask=live, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + tokens, mask=live, other=0.0).to(tl.float32)
-    slope = tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634) * -1.4426950408889634
+    slope = _exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634) * 1.4426950408889634
     bias = tl.load(bias_ptr + head * K + channel).to(tl.float32)
-    gate = bound / (1.0 + tl.exp2((logit + bias[None, :]) * slope))
-    gate = tl.where(live, gate, 0.0)
-    total = tl.cumsum(gate, 0)
-    last = tl.sum(gate, 0)
+    gate = tl.where(live, bound * _sigmoid((logit + bias[None, None, :]) * slope), 0.0)
+    group = tl.sum(gate, 0)
+    last = tl.sum(group, 0)
     middle = bound * (C // 2)
-    beta = tl.load(beta_ptr + (start + c) * H + head, mask=c < length, other=0.0).to(tl.float32)
-    beta = tl.where(c < length, 1.0 / (1.0 + tl.exp2(beta * -1.4426950408889634)), 0.0)
+    total = tl.cumsum(gate, 0) + (tl.cumsum(group, 0) - group - middle)[None, :, :]
 
-    k *= tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
-    q *= (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
-    up = tl.exp2(total - middle)
-    down = tl.exp2(middle - total)
+    k *= tl.rsqrt(tl.sum(k * k, 2) + 1e-6)[:, :, None]
+    q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * scale)[:, :, None]
+    up = _exp2(total)
     kd = k * up
     qd = q * up
-    ki = k * down
-    ki_t = tl.trans(ki)
-    keys = tl.dot(kd, ki_t, input_precision=precision)
-    queries = tl.dot(qd, ki_t, input_precision=precision)
-    lower = tl.where(c[:, None] > c[None, :], keys * beta[:, None], 0.0)
-    inverse = _unit_lower_inverse(lower, C) * beta[None, :]
-    mqk = tl.where(c[:, None] >= c[None, :], queries, 0.0)
-
-    back = tl.exp2(middle)
+    ki = k * _exp2(-total)
+    back = _exp2(middle)
     io = nkd_ptr.dtype.element_ty
-    rows = program * (C * K) + c[:, None] * K + channel[None, :]
+    rows = program * (C * K) + token * K + channel[None, None, :]
     tl.store(nkd_ptr + rows, (kd * -back).to(io))
     tl.store(qd_ptr + rows, (qd * back).to(io))
-    tl.store(kr_ptr + rows, (ki * tl.exp2(last - middle)[None, :]).to(io))
-    tl.store(decay_ptr + program * K + channel, tl.exp2(last))
+    tl.store(kr_ptr + rows, (ki * _exp2(last - middle)[None, None, :]).to(io))
+    tl.store(decay_ptr + program * K + channel, _exp2(last))
+
+    c = tl.arange(0, C)
+    beta = tl.load(beta_ptr + (start + c) * H + head, mask=c < length, other=0.0).to(tl.float32)
+    beta = tl.where(c < length, _sigmoid(beta * 1.4426950408889634), 0.0)
+    ki_t = tl.trans(tl.reshape(tl.permute(ki, (1, 0, 2)), (C, K)))
+    queries = tl.dot(tl.reshape(tl.permute(qd, (1, 0, 2)), (C, K)), ki_t, input_precision=precision)
+    keys = tl.dot(tl.reshape(tl.permute(kd, (1, 0, 2)), (C, K)), ki_t, input_precision=precision)
     square = program * (C * C) + c[:, None] * C + c[None, :]
-    tl.store(inv_ptr + square, inverse.to(io))
-    tl.store(mqk_ptr + square, mqk.to(io))
+    tl.store(mqk_ptr + square, tl.where(c[:, None] >= c[None, :], queries, 0.0).to(io))
+    lower = tl.where(c[:, None] > c[None, :], keys * beta[:, None], 0.0)
+    inverse = _unit_lower_inverse(lower, C, EXACT)
+    tl.store(inv_ptr + square, (inverse * beta[None, :]).to(io))
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:

@@ -6,6 +6,7 @@ r^T = v^T + S^T nkd^T;  U^T = r^T inv^T;  o^T = S^T qd^T + U^T mqk^T;  S^T <- S^
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,17 +33,18 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
     """Scan each run of the span from its own initial state (float32; None: zero)."""
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
-    options = scan_settings(V)
+    options = scan_settings(V, compute_capability(v_THV.device))
     if runs * H == 0:
         return
     w, out = workspace, outputs
     scan_kernel[(runs * H * (V // options["BV"]),)](
         *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, v_THV, initial_PHKV),
         *(out.o, out.r, out.states, out.final, out.saved),
-        *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
+        *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
         V=V,
         C=span.chunk,
+        EVEN=span.even,
         MAPS=False,
         **options,
     )
@@ -56,7 +58,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     maps = torch.empty(runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
-    options = scan_settings(V)
+    options = scan_settings(V, compute_capability(v_THV.device))
     options["BV"] = min(options["BV"], K)
     if runs * H == 0:
         return maps
@@ -64,10 +66,11 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
         *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, v_THV, None),
         *(None, None, None, maps, None),
-        *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
+        *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
         V=V,
         C=span.chunk,
+        EVEN=span.even,
         MAPS=True,
         **options,
     )
@@ -82,20 +85,32 @@ def fold(maps: Tensor, tiles: Tiles, initial_NHKV: Tensor | None) -> Tensor:
     if entering.numel():
         block = 16
         fold_kernel[(tiles.num_sequences * H * (V // block),)](
-            *(maps, initial_NHKV, entering, tiles.parts_N, H), K=K, V=V, BV=block, num_warps=4
+            *(maps, initial_NHKV, entering, tiles.parts_N, H), K=K, V=V, BV=block, num_warps=8, num_stages=2
         )
     return entering
 
 
-def scan_settings(V: int) -> dict[str, int]:
-    """Block of value channels, and launch options."""
-    block = min(V, 128)
-    return {"BV": block, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
+def scan_settings(V: int, arch: int) -> dict[str, int]:
+    """Block of value channels, and launch options, for a compute capability such as 90."""
+    if arch == 90:
+        block = min(V, 128)
+        return {"BV": block, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
+    block = min(V, 64)
+    return {"BV": block, "num_warps": 8 if block == 64 else 4, "num_stages": 2}
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> int:
+    """Such as 90 for sm_90; of a CPU, whose kernels are interpreted, as well."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @triton.jit(
     do_not_specialize=["H", "tile_low", "token_low"],
-    do_not_specialize_on_alignment=["start_ptr", "length_ptr", "mark_ptr", "first_ptr"],
+    do_not_specialize_on_alignment=["start_ptr", "length_ptr", "mark_ptr", "first_ptr", "token_ptr"],
 )
 def scan_kernel(
     nkd_ptr,
@@ -115,6 +130,7 @@ def scan_kernel(
     length_ptr,
     mark_ptr,
     first_ptr,
+    token_ptr,
     tile_low,
     token_low,
     H,
@@ -122,9 +138,13 @@ def scan_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
+    EVEN: tl.constexpr,
     MAPS: tl.constexpr,
 ):
-    """BV value channels of one head of one run; with MAPS also blocks of the identity as a state, which v leaves alone."""
+    """BV value channels of one head of one run; with MAPS also blocks of the identity as a state, without v.
+
+    EVEN tiles follow from the run's first token: loads that wait for a load of the tile's place cannot run far ahead.
+    """
     io = nkd_ptr.dtype.element_ty
     precision: tl.constexpr = "ieee" if nkd_ptr.dtype.element_ty == tl.float32 else "tf32"
     blocks: tl.constexpr = (V + K) // BV if MAPS else V // BV
@@ -135,6 +155,8 @@ def scan_kernel(
     run = program // blocks // H
     low = tl.load(first_ptr + run) - tile_low
     high = tl.load(first_ptr + run + 1) - tile_low
+    first = tl.load(token_ptr + run)
+    end = tl.load(token_ptr + run + 1)
     value = block * BV + tl.arange(0, BV)
     channel = tl.arange(0, K)
     c = tl.arange(0, C)
@@ -147,14 +169,18 @@ def scan_kernel(
     eye = tl.where(c[:, None] == c[None, :], 1.0, 0.0).to(io)
     for tile in range(low, high):
         at = tile * heads + head
-        length = tl.load(length_ptr + tile)
-        start = tl.load(start_ptr + tile).to(tl.int64)
+        if EVEN:
+            start = first + (tile - low) * C
+            length = end - start
+        else:
+            start = tl.load(start_ptr + tile)
+            length = tl.load(length_ptr + tile)
         wide = at * (C * K) + c[:, None] * K + channel[None, :]
         square = at * (C * C) + c[:, None] * C + c[None, :]
         live = (c < length)[:, None]
         if MAPS:
             live = live & (value < V)[None, :]
-        tokens = ((start + c[:, None]) * H + head) * V + value[None, :]
+        tokens = ((start + c[:, None]) * heads + head) * V + value[None, :]
         v = tl.load(v_ptr + tokens, mask=live, other=0.0).to(io)
         nkd = tl.load(nkd_ptr + wide)
         kr = tl.load(kr_ptr + wide)
@@ -167,7 +193,7 @@ def scan_kernel(
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
         rounded = error.to(io)
         if r_ptr is not None:
-            errors = ((start - token_low + c[:, None]) * H + head) * V + value[None, :]
+            errors = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
             tl.store(r_ptr + errors, tl.trans(rounded), mask=live)
         write = tl.dot(rounded, tl.trans(inv), input_precision=precision).to(io)
         if o_ptr is not None:
@@ -218,16 +244,24 @@ def fold_kernel(
         rows = maps_ptr + at * ((V + K) * K)
         transition = tl.load(rows + (V + channel[:, None]) * K + channel[None, :])
         written = tl.load(rows + value[:, None] * K + channel[None, :])
-        state = tl.dot(state, transition, written, input_precision="ieee")
+        state = tl.dot(state, transition, written, input_precision="tf32x3")
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
-    options = scan_settings(128)
+    options = scan_settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
     given |= {"decay_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "mark_ptr": "*i32:1"}
-    given |= {"first_ptr": "*i32:1", "tile_low": "i32", "token_low": "i32", "H": "i32", "MAPS": False} | shape
+    given |= {
+        "first_ptr": "*i32:1",
+        "token_ptr": "*i32:1",
+        "EVEN": True,
+        "tile_low": "i32",
+        "token_low": "i32",
+        "H": "i32",
+        "MAPS": False,
+    } | shape
     nothing = dict.fromkeys(("initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
     state = {"initial_ptr": "*fp32", "final_ptr": "*fp32"}
     variants = (
@@ -239,4 +273,4 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     folding = {"maps_ptr": "*fp32", "initial_ptr": "*fp32", "entering_ptr": "*fp32", "parts_ptr": "*i32:1"}
     folding |= {"H": "i32", "K": 128, "V": 128, "BV": 16}
     cases = [(scan_kernel, given | nothing | variant, options) for variant in variants]
-    return [*cases, (fold_kernel, folding, {"num_warps": 4, "num_stages": 3})]
+    return [*cases, (fold_kernel, folding, {"num_warps": 8, "num_stages": 2})]

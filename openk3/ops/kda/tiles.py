@@ -1,4 +1,4 @@
-"""The tile table of the KDA kernels: where every tile of at most 32 tokens lies, and which tiles form a sequence or part.
+"""The tile table of the KDA kernels: where every tile of at most 32 tokens lies, and which tiles belong together.
 
 A tile never crosses the border of a sequence or a checkpoint. A part is a run of consecutive tiles of one sequence: the
 piece that one program scans when a sequence is split, and the piece whose entering state the backward pass starts from.
@@ -26,6 +26,8 @@ class Span:
     length_X: Tensor  # int32: tokens of each tile, 1 to chunk
     mark_X: Tensor  # int32: row in which the state behind the tile is saved, or -1
     first_P: Tensor  # int32 [P + 1]: first tile of each run, counted from the first of all tiles
+    token_P: Tensor  # int32 [P + 1]: first token of each run
+    even: bool  # all tiles of a run but its last one are full
     tile_low: int
     token_low: int
     num_tokens: int
@@ -57,11 +59,14 @@ class Tiles:
     sequence_parts: tuple[int, ...]  # first part of each sequence, and the number of parts
     checkpoint_rows: tuple[int, ...]
     num_saved: int
+    even: bool  # no checkpoint cuts a tile short
     start_X: Tensor
     length_X: Tensor
     mark_X: Tensor
     first_N: Tensor  # int32 [N + 1]: first tile of each sequence
     first_P: Tensor  # int32 [P + 1]
+    token_N: Tensor  # int32 [N + 1]: bounds on the device
+    token_P: Tensor  # int32 [P + 1]: part_bounds on the device
     parts_N: Tensor  # int32 [N + 1]: sequence_parts on the device
 
     @property
@@ -81,11 +86,11 @@ class Tiles:
 
     def sequences(self) -> Span:
         """Everything, one run for each sequence."""
-        return self._all(self.first_N)
+        return self._all(self.first_N, self.token_N)
 
     def parts(self) -> Span:
         """Everything, one run for each part."""
-        return self._all(self.first_P)
+        return self._all(self.first_P, self.token_P)
 
     def slab(self, low: int, high: int) -> Span:
         """Parts low up to, not including, high: one run for each."""
@@ -95,15 +100,27 @@ class Tiles:
             length_X=self.length_X[tiles],
             mark_X=self.mark_X[tiles],
             first_P=self.first_P[low : high + 1],
+            token_P=self.token_P[low : high + 1],
+            even=self.even,
             tile_low=tiles.start,
             token_low=self.part_bounds[low],
             num_tokens=self.part_bounds[high] - self.part_bounds[low],
             chunk=self.chunk,
         )
 
-    def _all(self, first: Tensor) -> Span:
-        tokens = self.bounds[-1]
-        return Span(self.start_X, self.length_X, self.mark_X, first, 0, 0, tokens, self.chunk)
+    def _all(self, first: Tensor, token: Tensor) -> Span:
+        return Span(
+            start_X=self.start_X,
+            length_X=self.length_X,
+            mark_X=self.mark_X,
+            first_P=first,
+            token_P=token,
+            even=self.even,
+            tile_low=0,
+            token_low=0,
+            num_tokens=self.bounds[-1],
+            chunk=self.chunk,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -135,23 +152,26 @@ def tile_table(
     first_N = tiles_E[torch.searchsorted(edges_E, bounds_N)]
     first_P, parts_N = _parts(first_N, part_tiles)
     mark_X, rows = _marks(first_P, parts_N, tiles_E[torch.searchsorted(edges_E, torch.tensor(checkpoints))], num_tiles)
-    token_X = torch.cat([start_X, bounds_N[-1:]])
-    host = [start_X, length_X, mark_X, first_N, first_P, parts_N]
+    token_P = torch.cat([start_X, bounds_N[-1:]])[first_P]
+    host = [start_X, length_X, mark_X, first_N, first_P, bounds_N, token_P, parts_N]
     ints = torch.cat(host).to(torch.int32).to(device)  # one copy to the device
-    start, length, mark, first, part, of = ints.split([len(x) for x in host])
+    start, length, mark, first, part, token, part_token, of = ints.split([len(x) for x in host])
     return Tiles(
         chunk=chunk,
         bounds=bounds,
         part_first=tuple(first_P.tolist()),
-        part_bounds=tuple(token_X[first_P].tolist()),
+        part_bounds=tuple(token_P.tolist()),
         sequence_parts=tuple(parts_N.tolist()),
         checkpoint_rows=rows,
         num_saved=max([len(first_P) - 1, *(row + 1 for row in rows)]),
+        even=set(checkpoints) <= set(bounds),
         start_X=start,
         length_X=length,
         mark_X=mark,
         first_N=first,
         first_P=part,
+        token_N=token,
+        token_P=part_token,
         parts_N=of,
     )
 
