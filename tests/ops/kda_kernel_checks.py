@@ -20,7 +20,7 @@ ARGUMENTS = NAMES[:-1]
 # Most that bfloat16 products, states and outputs may cost, by the tensors' norms; docs/kda.md has the measured errors.
 # Gradients of the gate's parameters are sums over tokens in which much cancels.
 SUMS = ("d_A_log", "d_dt_bias")
-BFLOAT16 = {"o": 6e-3, "final": 4e-3} | {f"d_{name}": 1.5e-2 for name in NAMES} | dict.fromkeys(SUMS, 4e-2)
+BFLOAT16 = {"o": 6e-3, "final": 6e-3} | {f"d_{name}": 1.5e-2 for name in NAMES} | dict.fromkeys(SUMS, 4e-2)
 FLOAT32 = {"o": 2e-5, "final": 2e-5} | {f"d_{name}": 5e-5 for name in NAMES} | dict.fromkeys(SUMS, 5e-4)
 
 
@@ -89,7 +89,9 @@ def everything(op: Op, values: dict[str, Tensor], case: Case, grads: tuple[Tenso
     leaves = {name: x.detach().clone().requires_grad_() for name, x in values.items()}
     o, final = call(op, leaves, case)
     d_o, d_final = grads
-    found = torch.autograd.grad((o, final), list(leaves.values()), (d_o.to(o.dtype), d_final.to(final.dtype)))
+    found = torch.autograd.grad(
+        (o, final), list(leaves.values()), (d_o.to(o.dtype), d_final.to(final.dtype)), materialize_grads=True
+    )
     return {"o": o.detach(), "final": final.detach()} | {f"d_{name}": x for name, x in zip(leaves, found)}
 
 
@@ -143,19 +145,22 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(*(x[name].contiguous().view(torch.uint8) for x in (a, b)))]
 
 
-def assert_causal(op: Op, case: Case, t: int, device: torch.device | str = "cpu") -> None:
-    """Outputs before token t of the one sequence are the same bits when everything after changes, gates above all."""
+def assert_causal(op: Op, case: Case, first_H: Sequence[int], device: torch.device | str = "cpu") -> None:
+    """Outputs before a token are the same bits when everything from there on changes, gates above all.
+
+    Each head of the one sequence changes from a token of its own: heads have nothing to do with each other.
+    """
     values = kernel_inputs(case, device)
     fresh = kernel_inputs(replace(case, seed=case.seed + 1), device)
+    fresh["decay_logit"] += torch.tensor((-20.0, 40.0), device=device).repeat_interleave(case.K // 2)
+    later_TH = torch.arange(case.T, device=device)[:, None] >= torch.tensor(first_H, device=device)
     with torch.no_grad():
         whole = call(op, values, case)[0]
-        before = whole[:t]
-        fresh["decay_logit"] += torch.tensor((-20.0, 40.0), device=before.device).repeat_interleave(case.K // 2)
         for changed in (("decay_logit",), ("q", "k", "v", "decay_logit", "beta_logit")):
-            other = {name: torch.cat([values[name][:t], fresh[name][t:]]) for name in changed}
-            after = call(op, values | other, case)[0]
-            assert not torch.equal(after[t:], whole[t:])
-            assert same_bits({"o": before.contiguous()}, {"o": after[:t].contiguous()}) == []
+            later = {name: later_TH.view(case.T, case.H, *[1] * (values[name].ndim - 2)) for name in changed}
+            other = {name: torch.where(later[name], fresh[name], values[name]) for name in changed}
+            differs_TH = (call(op, values | other, case)[0] != whole).any(2)
+            assert differs_TH[later_TH].any() and not differs_TH[~later_TH].any()
 
 
 def assert_deterministic(op: Op, case: Case, device: torch.device | str = "cpu") -> None:

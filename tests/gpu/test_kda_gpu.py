@@ -1,0 +1,239 @@
+"""KDA by kernels on a GPU, at full size: values and gradients against float64, and all that the CPU suite checks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from kda_checks import cu_seqlens
+from kda_kernel_checks import (
+    BFLOAT16,
+    FLOAT32,
+    NAMES,
+    Case,
+    assert_causal,
+    assert_checkpoints,
+    assert_deterministic,
+    assert_exact_within,
+    assert_reads_no_garbage,
+    assert_sequences_are_alone,
+    call,
+    cotangents,
+    errors,
+    everything,
+    exact,
+    kernel_inputs,
+    same_bits,
+)
+from torch import Tensor
+
+from openk3.ops import KdaGate, chunk_kda
+from openk3.ops.kda.fused_backward import fused_kda
+
+pytestmark = pytest.mark.gpu
+Measured = list[tuple[str, str, dict[str, float]]]
+PACKED = (0, 300, 1, 0, 64, 700, 31, 0)
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """One test's memory is not the next one's."""
+    yield
+    torch.cuda.empty_cache()
+
+
+def random_cases(count: int) -> list[Case]:
+    """Lengths, heads, gates and keys of all kinds, T from 1 to 4097 in steps of about the same factor."""
+    draw = random.Random(7)
+    cases = []
+    for number in range(count):
+        T = round(math.exp(draw.uniform(0, math.log(4097))))
+        cuts = sorted(draw.choices(range(T + 1), k=draw.choice((0, 0, 1, 3, 8, 40))))
+        lengths = tuple(b - a for a, b in zip((0, *cuts), (*cuts, T)))
+        kind = {"gates": draw.choice(("mixed", "bound", "open", "low")), "keys": draw.choice(("random", "near"))}
+        cases.append(Case(lengths, H=draw.choice((1, 2, 12, 96)), seed=number, **kind))
+    return cases
+
+
+CASES = [
+    *(Case((T,), H=H, seed=T) for T, H in ((1, 96), (33, 1), (1000, 2), (4097, 12))),
+    *(Case(PACKED, H=12, gates=gates, keys=keys) for gates in ("bound", "open", "low") for keys in ("random", "near")),
+    Case((4097,), H=96, seed=1),
+    Case((2048, 0, 2049), H=2, gates="low", keys="near"),
+    *random_cases(14),
+]
+
+
+def fla_kda(*tokens: Tensor, state_NHKV: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """fla-core's chunk form behind our call."""
+    from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+    q, k, v, g, beta, gate = (x[None] if isinstance(x, Tensor) else x for x in tokens)
+    options = {f"use_{part}_in_kernel": True for part in ("qk_l2norm", "gate", "beta_sigmoid")}
+    options |= {"safe_gate": True, "lower_bound": gate.lower_bound, "output_final_state": True}
+    options |= {"A_log": gate.A_log_H, "dt_bias": gate.dt_bias_HK.flatten()}
+    options |= {"initial_state": state_NHKV, "cu_seqlens": cu_seqlens.long()}
+    o, final = fla_chunk_kda(q=q, k=k, v=v, g=g, beta=beta, **options)
+    return o[0], final
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case: Case, gpu: torch.device, measured: Measured) -> None:
+    """Within bfloat16's limits of float64, and no worse than fla-core on the same values where that is installed."""
+    values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+    want = exact(case, values, grads)
+    got = everything(fused_kda, values, case, grads)
+    assert got["o"].dtype == case.dtype and got["final"].dtype == torch.float32
+    found = errors(got, want)
+    measured.append(("ours", str(case), found))
+    assert {name: error for name, error in found.items() if error > BFLOAT16[name]} == {}
+    if find_spec("fla"):
+        peer = errors(everything(fla_kda, values, case, grads), want)
+        measured.append(("fla", str(case), peer))
+        assert {name: (error, peer[name]) for name, error in found.items() if error > peer[name]} == {}
+
+
+@pytest.mark.parametrize("H", [1, 12])
+def test_long_sequences(H: int, gpu: torch.device, measured: Measured) -> None:
+    """Sequences long enough to be cut among the multiprocessors, one of them short."""
+    case = Case((32768 if H == 1 else 16384, 100, 0), H=H)
+    measured.append(("ours", str(case), assert_exact_within(fused_kda, case, BFLOAT16, device=gpu)))
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (64, 128), (64, 64), (32, 16)])
+def test_widths(K: int, V: int, gpu: torch.device, measured: Measured) -> None:
+    """Heads of other widths."""
+    case = Case((200, 0, 90), H=3, K=K, V=V)
+    measured.append(("ours", str(case), assert_exact_within(fused_kda, case, BFLOAT16, device=gpu)))
+
+
+@pytest.mark.parametrize("gates", ["mixed", "bound"])
+def test_float32(gates: str, gpu: torch.device, measured: Measured) -> None:
+    """float32 tokens are computed in float32: products keep all digits."""
+    case = Case(PACKED, H=2, gates=gates, dtype=torch.float32)
+    measured.append(("ours", str(case), assert_exact_within(fused_kda, case, FLOAT32, device=gpu)))
+
+
+def test_float16(gpu: torch.device, measured: Measured) -> None:
+    """float16 tokens."""
+    case = Case(PACKED, H=2, dtype=torch.float16)
+    measured.append(("ours", str(case), assert_exact_within(fused_kda, case, BFLOAT16, device=gpu)))
+
+
+@pytest.mark.parametrize(("T", "H"), [(300, 96), (20000, 2), (5000, 12)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_causal(T: int, H: int, dtype: torch.dtype, gpu: torch.device) -> None:
+    """No bit of an output depends on later tokens, whether the sequence is cut among multiprocessors or not."""
+    draw = random.Random(T)
+    first_H = [T - 1, T // 2, *draw.choices(range(1, T), k=96)][:H]
+    assert_causal(fused_kda, Case((T,), H=H, dtype=dtype), first_H, gpu)
+
+
+@pytest.mark.parametrize("case", [Case((4097,), H=12), Case((20000,), H=1), Case(PACKED, H=96)], ids=str)
+def test_deterministic(case: Case, gpu: torch.device) -> None:
+    """Two runs give the same bits."""
+    assert_deterministic(fused_kda, case, gpu)
+
+
+def poison(gpu: torch.device) -> None:
+    """Leave NaN in all memory that the next tensors will be given."""
+    torch.cuda.empty_cache()
+    large = torch.full((2**29,), torch.nan, device=gpu)
+    small = [torch.full((2**16,), torch.nan, device=gpu) for _ in range(512)]
+    del large, small
+    assert torch.empty(2**20, device=gpu).isnan().all() and torch.empty(2**10, device=gpu).isnan().all()
+
+
+@pytest.mark.parametrize("case", [Case((4000, 97), H=12), Case((20000,), H=1), Case(PACKED, H=2)], ids=str)
+def test_memory_that_nobody_wrote_is_never_read(case: Case, gpu: torch.device) -> None:
+    """With NaN in all unused memory, and in every fresh tensor, the bits are the same."""
+    values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+    clean = everything(fused_kda, values, case, grads)
+    poison(gpu)
+    assert same_bits(clean, everything(fused_kda, values, case, grads)) == []
+    assert_reads_no_garbage(fused_kda, case, gpu)
+
+
+def test_a_nan_stays_in_its_sequence(gpu: torch.device) -> None:
+    """A NaN spoils its own sequence and nothing else."""
+    assert_sequences_are_alone(fused_kda, Case(PACKED, H=12), gpu)
+
+
+@pytest.mark.parametrize("case", [Case((500, 0, 300), H=12), Case((20000,), H=1)], ids=str)
+def test_checkpoints(case: Case, gpu: torch.device) -> None:
+    """States at positions in the middle and at the ends of sequences, cut among multiprocessors or not."""
+    assert_checkpoints(fused_kda, case, (1, 32, 100, 500, 501, 511, 797, 800), gpu)
+
+
+def test_the_model_uses_the_kernels(gpu: torch.device) -> None:
+    """`chunk_kda` on a GPU is the kernels' result, bit for bit; in float64 it is the definition's."""
+    case = Case(PACKED, H=2)
+    values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+    assert same_bits(everything(chunk_kda, values, case, grads), everything(fused_kda, values, case, grads)) == []
+
+
+def test_case_K02_a_more_than_2_to_the_31_values(gpu: torch.device) -> None:
+    """K02 a: zeros but for the last 64 of 174,800 tokens of 96 heads give what these 64 give alone, gradients too."""
+    T, case = 174_800, Case((64,), H=96, state=False)
+    assert T * 96 * 128 > 2**31
+    last, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+    tokens = {name: last[name].new_zeros(T, *last[name].shape[1:]) for name in NAMES[:5]}
+    for name in tokens:
+        tokens[name][-64:] = last[name]
+    d_o = torch.zeros_like(tokens["v"])
+    d_o[-64:] = grads[0]
+    whole = everything(fused_kda, last | tokens, replace(case, lengths=(T,)), (d_o, grads[1]))
+    want = exact(case, last, grads)
+    assert not whole["o"][:-64].any()
+    assert not whole["d_v"][:1000].any() and bool(whole["d_k"].isfinite().all())
+    for name in ("o", *(f"d_{name}" for name in NAMES[:5])):
+        whole[name] = whole[name][-64:]
+    found = errors({name: whole[name] for name in want if name not in ("d_A_log", "d_dt_bias")}, want)
+    assert {name: error for name, error in found.items() if error > BFLOAT16[name]} == {}
+
+
+def test_case_K02_b_more_than_65535_sequences_and_heads(gpu: torch.device, measured: Measured) -> None:
+    """K02 b: 700 sequences of one token and 96 heads, each with a state of its own."""
+    case = Case((1,) * 700, H=96)
+    measured.append(("ours", str(case), assert_exact_within(fused_kda, case, BFLOAT16, device=gpu)))
+
+
+def test_nothing_at_all(gpu: torch.device) -> None:
+    """No token and no sequence."""
+    for lengths in ((), (0,), (0, 0)):
+        case = Case(lengths, H=2)
+        values = kernel_inputs(case, gpu)
+        got = everything(fused_kda, values, case, cotangents(case, gpu))
+        assert got["o"].shape == (0, 2, 128) and torch.equal(got["final"], values["state"])
+
+
+def test_inputs_of_any_layout(gpu: torch.device) -> None:
+    """Slices of wider tensors, transposed states and expanded gradients give the bits of contiguous ones."""
+    case = Case((100, 50), H=2)
+    values, (d_o, d_final) = kernel_inputs(case, gpu), cotangents(case, gpu)
+    want = everything(fused_kda, values, case, (d_o[:1].expand_as(d_o).contiguous(), d_final))
+    wide = torch.cat([values["q"], values["k"], values["v"], values["decay_logit"]], 2)
+    slices: dict[str, Any] = dict(zip(("q", "k", "v", "decay_logit"), wide.split(128, 2)))
+    slices["state"] = values["state"].mT.contiguous().mT
+    leaves = {name: x.requires_grad_() for name, x in (values | slices).items()}
+    o, final = call(fused_kda, leaves, case)
+    found = torch.autograd.grad((o, final), list(leaves.values()), (d_o[:1].expand_as(d_o), d_final.mT.contiguous().mT))
+    assert same_bits({"o": o, "final": final} | {f"d_{n}": x for n, x in zip(leaves, found)}, want) == []
+
+
+def test_no_bounds_and_no_gradient(gpu: torch.device) -> None:
+    """Without bounds there is one sequence; without gradients the outputs are the same bits."""
+    case = Case((700,), H=2, state=False)
+    values = kernel_inputs(case, gpu)
+    want = everything(fused_kda, values, case, cotangents(case, gpu))
+    q, k, v, z, beta, A_log, dt_bias = (values[name] for name in NAMES[:-1])
+    with torch.no_grad():
+        o, final = fused_kda(q, k, v, z, beta, KdaGate(A_log, dt_bias))
+        again = fused_kda(q, k, v, z, beta, KdaGate(A_log, dt_bias), cu_seqlens=cu_seqlens([700]))  # bounds on the CPU
+    assert same_bits({"o": o, "final": final}, want) == [] and torch.equal(again[0], o)
