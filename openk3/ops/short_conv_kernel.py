@@ -20,6 +20,9 @@ from openk3.ops.backend import on_device
 from openk3.ops.sequences import bounds_on
 
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
 @triton.jit
 def _choose(stream, first, second, third, STREAMS: tl.constexpr):
     """The pointer of a stream."""
@@ -56,42 +59,37 @@ def _span(cu_seqlens, n, T):
 
 
 @triton.jit
-def _row(x, token, C, channel, wanted, EVEN: tl.constexpr):
-    """One row of x [T, C]; zeros unless wanted."""
-    at = x + token.to(tl.int64) * C + channel
-    if EVEN:
-        return tl.load(at, mask=wanted, other=0.0)
-    return tl.load(at, mask=wanted & (channel < C), other=0.0)
+def _live(channel, wanted, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Channels there are, if wanted."""
+    live = wanted
+    if C % BLOCK != 0:
+        live = wanted & (channel < C)
+    return live
 
 
 @triton.jit
-def _slot(window, n, slot, C, channel, wanted, W: tl.constexpr):
-    """One slot of window n of [N, C, W]; zeros unless wanted."""
-    at = window + n.to(tl.int64) * C * W + channel * W + slot
-    return tl.load(at, mask=wanted & (channel < C), other=0.0)
-
-
-@triton.jit
-def _input(x, window, n, start, position, C, channel, wanted, W: tl.constexpr, EVEN: tl.constexpr):
-    """Input of sequence n at a position >= -W from its start, from x or from the window before it."""
-    row = _row(x, start + position, C, channel, wanted & (position >= 0), EVEN)
+def _input(x, window, n, start, position, channel, wanted, W: tl.constexpr, C: tl.constexpr):
+    """Input of sequence n at a position >= -W from its start, from x or from the window before it; zeros if unwanted."""
+    wanted = wanted & (channel < C)
+    row = tl.load(x + (start + position).to(tl.int64) * C + channel, mask=wanted & (position >= 0), other=0.0)
     if window is not None:
-        row = tl.where(position >= 0, row, _slot(window, n, W + position, C, channel, wanted & (position < 0), W))
+        at = window + n.to(tl.int64) * (C * W) + channel * W + (W + position)
+        row = tl.where(position >= 0, row, tl.load(at, mask=wanted & (position < 0), other=0.0))
     return row
 
 
 @triton.jit
-def _history(x, window, n, start, position, C, channel, W: tl.constexpr, EVEN: tl.constexpr):
+def _history(x, window, n, start, position, channel, W: tl.constexpr, C: tl.constexpr):
     """The W - 1 inputs before a position of sequence n, oldest first, in float32."""
     rows = ()
     for i in tl.static_range(W - 1):
-        row = _input(x, window, n, start, position - (W - 1) + i, C, channel, True, W, EVEN)
+        row = _input(x, window, n, start, position - (W - 1) + i, channel, True, W, C)
         rows = rows + (row.to(tl.float32),)
     return rows
 
 
 @triton.jit
-def _taps(weight, C, channel, W: tl.constexpr):
+def _taps(weight, channel, W: tl.constexpr, C: tl.constexpr):
     """The W weights of each channel, in float32."""
     taps = ()
     for i in tl.static_range(W):
@@ -108,14 +106,17 @@ def _zeros(COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, token, stop, C, channel, UNROLL: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr):
+def _rows(x, token, stop, channel, SHAPE: tl.constexpr, WHOLE: tl.constexpr):
     """UNROLL rows from a token on, zeros from stop on; all are asked for before any is used."""
+    C: tl.constexpr = SHAPE[1]
+    at = x + token.to(tl.int64) * C + channel
     rows = ()
-    for u in tl.static_range(UNROLL):
-        if WHOLE and EVEN:
-            row = tl.load(x + (token + u).to(tl.int64) * C + channel)
+    for u in tl.static_range(SHAPE[3]):
+        live = True if WHOLE else token + u < stop
+        if WHOLE and C % SHAPE[2] == 0:
+            row = tl.load(at + u * C)
         else:
-            row = _row(x, token + u, C, channel, token + u < stop, EVEN)
+            row = tl.load(at + u * C, mask=_live(channel, live, C, SHAPE[2]), other=0.0)
         rows = rows + (row,)
     return rows
 
@@ -130,43 +131,57 @@ def _convolve(inputs, u: tl.constexpr, taps, W: tl.constexpr):
 
 
 @triton.jit
-def _silu_slope(x):
-    """Derivative of x * sigmoid(x)."""
-    opened = 1 / (1 + tl.exp(-x))
-    return opened * (1 + x * (1 - opened))
+def _sigmoid(x):
+    """1 / (1 + 2^(-x log2 e)) in four instructions; exact handling of results below 2^-126 would be ten more."""
+    scaled = x * -1.4426950408889634
+    if INTERPRETED:
+        return 1 / (1 + tl.exp2(scaled))
+    else:
+        code: tl.constexpr = "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3f800000; rcp.approx.ftz.f32 $0, $0;"
+        return tl.inline_asm_elementwise(code, "=f,f", [scaled], tl.float32, True, 1)
 
 
 @triton.jit
-def _forward_rows(x, y, inputs, taps, token, stop, C, channel, FLAGS: tl.constexpr, WHOLE: tl.constexpr):
+def _silu_slope(x):
+    """Derivative of x * sigmoid(x)."""
+    opened = _sigmoid(x)
+    return opened + opened * (x - x * opened)
+
+
+@triton.jit
+def _forward_rows(
+    x, y, inputs, taps, token, stop, channel, SHAPE: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
     """Outputs of UNROLL tokens; returns the inputs that the next ones look back to."""
-    W: tl.constexpr = FLAGS[0]
-    UNROLL: tl.constexpr = FLAGS[1]
-    EVEN: tl.constexpr = FLAGS[3]
-    rows = _rows(x, token, stop, C, channel, UNROLL, EVEN, WHOLE)
+    W: tl.constexpr = SHAPE[0]
+    C: tl.constexpr = SHAPE[1]
+    UNROLL: tl.constexpr = SHAPE[3]
+    rows = _rows(x, token, stop, channel, SHAPE, WHOLE)
+    at = y + token.to(tl.int64) * C + channel
     for u in tl.static_range(UNROLL):
         inputs = inputs + (rows[u].to(tl.float32),)
         total = _convolve(inputs, u, taps, W)
-        if FLAGS[2]:
-            total = total / (1 + tl.exp(-total))
-        at = y + (token + u).to(tl.int64) * C + channel
+        if ACTIVATION:
+            total *= _sigmoid(total)
         value = total.to(y.dtype.element_ty)
-        if WHOLE and EVEN:
-            tl.store(at, value)
+        if WHOLE and C % SHAPE[2] == 0:
+            tl.store(at + u * C, value)
         else:
-            tl.store(at, value, mask=(token + u < stop) & (channel < C))
+            live = True if WHOLE else token + u < stop
+            tl.store(at + u * C, value, mask=_live(channel, live, C, SHAPE[2]))
     return inputs[UNROLL:]
 
 
 @triton.jit(do_not_specialize=["T", "N", "run"])
 def conv_forward_kernel(
     x0, x1, x2, weight0, weight1, weight2, window0, window1, window2, y0, y1, y2, recent0, recent1, recent2,
-    cu_seqlens, T, C, N, run,
-    W: tl.constexpr, UNROLL: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, STREAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    cu_seqlens, T, N, run,
+    W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, STREAMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """y = SiLU(conv(x)) and the new windows; program = (run of tokens, then sequence) x stream x block of channels."""
-    FLAGS: tl.constexpr = (W, UNROLL, ACTIVATION, EVEN)
-    blocks = tl.cdiv(C, BLOCK)
+    SHAPE: tl.constexpr = (W, C, BLOCK, UNROLL)
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     stream = tl.program_id(0) // blocks % STREAMS
     part = tl.program_id(0) // blocks // STREAMS
@@ -177,7 +192,7 @@ def conv_forward_kernel(
     runs = tl.cdiv(T, run)
     if part < runs:
         y = _choose(stream, y0, y1, y2, STREAMS)
-        taps = _taps(_choose(stream, weight0, weight1, weight2, STREAMS), C, channel, W)
+        taps = _taps(_choose(stream, weight0, weight1, weight2, STREAMS), channel, W, C)
         token = part * run
         last = tl.minimum(token + run, T)
         n = token * 0
@@ -186,12 +201,12 @@ def conv_forward_kernel(
         while token < last:
             start, end = _span(cu_seqlens, n, T)
             stop = tl.minimum(end, last)
-            inputs = _history(x, window, n, start, token - start, C, channel, W, EVEN)
+            inputs = _history(x, window, n, start, token - start, channel, W, C)
             while token + UNROLL <= stop:
-                inputs = _forward_rows(x, y, inputs, taps, token, stop, C, channel, FLAGS, True)
+                inputs = _forward_rows(x, y, inputs, taps, token, stop, channel, SHAPE, ACTIVATION, True)
                 token += UNROLL
             if token < stop:
-                _forward_rows(x, y, inputs, taps, token, stop, C, channel, FLAGS, False)
+                _forward_rows(x, y, inputs, taps, token, stop, channel, SHAPE, ACTIVATION, False)
             token = stop
             n += 1
     else:
@@ -199,26 +214,31 @@ def conv_forward_kernel(
         start, end = _span(cu_seqlens, n, T)
         recent = _choose(stream, recent0, recent1, recent2, STREAMS)
         for i in tl.static_range(W):
-            row = _input(x, window, n, start, end - start - W + i, C, channel, True, W, EVEN)
-            at = recent + n.to(tl.int64) * C * W + channel * W + i
+            row = _input(x, window, n, start, end - start - W + i, channel, True, W, C)
+            at = recent + n.to(tl.int64) * (C * W) + channel * W + i
             tl.store(at, row.to(recent.dtype.element_ty), mask=channel < C)
 
 
 @triton.jit
 def _backward_rows(
-    x, dy, dx, inputs, grads, d_taps, taps, d_recent,
-    token, first, stop, reach, recent_at, C, channel, FLAGS: tl.constexpr, WHOLE: tl.constexpr,
+    x, dy, dx, inputs, grads, d_taps, taps, d_recent, token, first, stop, reach, end, channel,
+    SHAPE: tl.constexpr, ACTIVATION: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Pre-activation gradients of UNROLL tokens; writes dx of those W - 1 before them, all of whose outputs are done."""
-    W: tl.constexpr = FLAGS[0]
-    UNROLL: tl.constexpr = FLAGS[1]
-    EVEN: tl.constexpr = FLAGS[3]
-    rows = _rows(x, token, reach, C, channel, UNROLL, EVEN, WHOLE)
-    d_rows = _rows(dy, token, reach, C, channel, UNROLL, EVEN, WHOLE)
+    """Pre-activation gradients of UNROLL tokens; writes dx of those W - 1 before them, all of whose outputs are done.
+
+    WHOLE: all of the tokens lie before stop, and no written one is among the last W of its sequence.
+    """
+    W: tl.constexpr = SHAPE[0]
+    C: tl.constexpr = SHAPE[1]
+    UNROLL: tl.constexpr = SHAPE[3]
+    rows = _rows(x, token, reach, channel, SHAPE, WHOLE)
+    d_rows = _rows(dy, token, reach, channel, SHAPE, WHOLE)
+    row = token - (W - 1)
+    at = dx + row.to(tl.int64) * C + channel
     for u in tl.static_range(UNROLL):
         inputs = inputs + (rows[u].to(tl.float32),)
         grad = d_rows[u].to(tl.float32)
-        if FLAGS[2]:
+        if ACTIVATION:
             grad *= _silu_slope(_convolve(inputs, u, taps, W))
         mine = grad
         if not WHOLE:
@@ -232,65 +252,65 @@ def _backward_rows(
         total = grads[u] * taps[W - 1]
         for i in tl.static_range(1, W):
             total += grads[u + i] * taps[W - 1 - i]
-        row = token + u - (W - 1)
-        if d_recent is not None:
-            slot = row - recent_at
-            at = d_recent + channel * W + slot
-            total += tl.load(at, mask=(slot >= 0) & (slot < W) & (channel < C), other=0.0).to(tl.float32)
-        mask = row >= first
+        wanted = row + u >= first
         if not WHOLE:
-            mask = mask & (row < stop)
-        if not EVEN:
-            mask = mask & (channel < C)
-        tl.store(dx + row.to(tl.int64) * C + channel, total.to(dx.dtype.element_ty), mask=mask)
+            wanted = wanted & (row + u < stop)
+            if d_recent is not None:
+                slot = row + u - (end - W)
+                total += tl.load(
+                    d_recent + channel * W + slot, mask=wanted & (slot >= 0) & (channel < C), other=0.0
+                ).to(tl.float32)
+        tl.store(at + u * C, total.to(dx.dtype.element_ty), mask=_live(channel, wanted, C, SHAPE[2]))
     return inputs[UNROLL:], grads[UNROLL:], d_taps
 
 
 @triton.jit
 def _window_gradient(
-    x, dy, window, d_recent, d_window, cu_seqlens, n, taps, T, C, channel, FLAGS: tl.constexpr
+    x, dy, window, d_recent, d_window, cu_seqlens, n, taps, T, channel, W: tl.constexpr, C: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the window of sequence n: through its first W - 1 outputs, and through the new window of a short one."""
-    W: tl.constexpr = FLAGS[0]
+    """Gradient of the window of sequence n: through its first W - 1 outputs, and the new window of a short one."""
     start, end = _span(cu_seqlens, n, T)
-    inputs = _history(x, window, n, start, 0, C, channel, W, FLAGS[3])
+    inputs = _history(x, window, n, start, 0, channel, W, C)
     grads = ()
     for p in tl.static_range(W - 1):
-        inputs = inputs + (_row(x, start + p, C, channel, start + p < end, FLAGS[3]).to(tl.float32),)
-        grad = _row(dy, start + p, C, channel, start + p < end, FLAGS[3]).to(tl.float32)
-        if FLAGS[2]:
+        live = (channel < C) & (start + p < end)
+        at = (start + p).to(tl.int64) * C + channel
+        inputs = inputs + (tl.load(x + at, mask=live, other=0.0).to(tl.float32),)
+        grad = tl.load(dy + at, mask=live, other=0.0).to(tl.float32)
+        if ACTIVATION:
             grad *= _silu_slope(_convolve(inputs, p, taps, W))
         grads = grads + (tl.where(start + p < end, grad, 0.0),)
+    sequence = n.to(tl.int64) * (C * W) + channel * W
     for slot in tl.static_range(W):
         total = channel * 0.0
         for p in tl.static_range(slot):
             total += grads[p] * taps[slot - 1 - p]
         if d_recent is not None:
             kept = slot - (end - start)
-            total += _slot(d_recent, n, kept, C, channel, kept >= 0, W).to(tl.float32)
-        at = d_window + n.to(tl.int64) * C * W + channel * W + slot
-        tl.store(at, total.to(d_window.dtype.element_ty), mask=channel < C)
+            total += tl.load(d_recent + sequence + kept, mask=(channel < C) & (kept >= 0), other=0.0).to(tl.float32)
+        tl.store(d_window + sequence + slot, total.to(d_window.dtype.element_ty), mask=channel < C)
 
 
 @triton.jit(do_not_specialize=["T", "N", "run"])
 def conv_backward_kernel(
     x0, x1, x2, dy0, dy1, dy2, weight0, weight1, weight2, window0, window1, window2,
-    d_recent0, d_recent1, d_recent2, dx0, dx1, dx2, d_window, d_weight, cu_seqlens, T, C, N, run,
-    W: tl.constexpr, UNROLL: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, STREAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    d_recent0, d_recent1, d_recent2, dx0, dx1, dx2, d_window, d_weight, cu_seqlens, T, N, run,
+    W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, STREAMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of `conv_forward_kernel`: dx; each run's share of d_weight [STREAMS, runs, W, C]; d_window.
 
     The outputs before SiLU are computed again. A run walks W - 1 tokens past its end, whose outputs reach back into it.
     """
-    FLAGS: tl.constexpr = (W, UNROLL, ACTIVATION, EVEN)
-    blocks = tl.cdiv(C, BLOCK)
+    SHAPE: tl.constexpr = (W, C, BLOCK, UNROLL)
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     stream = tl.program_id(0) // blocks % STREAMS
     part = tl.program_id(0) // blocks // STREAMS
     x = _choose(stream, x0, x1, x2, STREAMS)
     dy = _choose(stream, dy0, dy1, dy2, STREAMS)
-    taps = _taps(_choose(stream, weight0, weight1, weight2, STREAMS), C, channel, W)
+    taps = _taps(_choose(stream, weight0, weight1, weight2, STREAMS), channel, W, C)
     window = window0
     if window0 is not None:
         window = _choose(stream, window0, window1, window2, STREAMS)
@@ -311,21 +331,21 @@ def conv_backward_kernel(
             start, end = _span(cu_seqlens, n, T)
             stop = tl.minimum(end, last)
             reach = tl.minimum(end, stop + W - 1)
-            inputs = _history(x, window, n, start, token - start, C, channel, W, EVEN)
+            inputs = _history(x, window, n, start, token - start, channel, W, C)
             grads = _zeros(W - 1, BLOCK)
             d_recent = d_recents
             if d_recents is not None:
-                d_recent = d_recents + n.to(tl.int64) * C * W
-            while token + UNROLL <= stop:
+                d_recent = d_recents + n.to(tl.int64) * (C * W)
+            while token + UNROLL < stop:
                 inputs, grads, d_taps = _backward_rows(
-                    x, dy, dx, inputs, grads, d_taps, taps, d_recent,
-                    token, first, stop, reach, end - W, C, channel, FLAGS, True,
+                    x, dy, dx, inputs, grads, d_taps, taps, d_recent, token, first, stop, reach, end, channel,
+                    SHAPE, ACTIVATION, True,
                 )  # fmt: skip
                 token += UNROLL
             while token < stop + W - 1:
                 inputs, grads, d_taps = _backward_rows(
-                    x, dy, dx, inputs, grads, d_taps, taps, d_recent,
-                    token, first, stop, reach, end - W, C, channel, FLAGS, False,
+                    x, dy, dx, inputs, grads, d_taps, taps, d_recent, token, first, stop, reach, end, channel,
+                    SHAPE, ACTIVATION, False,
                 )  # fmt: skip
                 token += UNROLL
             token = stop
@@ -335,8 +355,10 @@ def conv_backward_kernel(
             tl.store(share + channel, d_taps[i], mask=channel < C)
     else:
         if d_window is not None:
-            at = d_window + stream.to(tl.int64) * N * C * W
-            _window_gradient(x, dy, window, d_recents, at, cu_seqlens, part - runs, taps, T, C, channel, FLAGS)
+            at = d_window + stream.to(tl.int64) * N * (C * W)
+            _window_gradient(
+                x, dy, window, d_recents, at, cu_seqlens, part - runs, taps, T, channel, W, C, ACTIVATION
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -401,10 +423,10 @@ class _Launch:
         """Launch one program for each run and, if asked for, each sequence, times each block of channels."""
         programs = (self.runs + per_sequence * self.sequences) * self.blocks
         settings = self.settings
-        flags = {"W": self.width, "UNROLL": settings.unroll, "ACTIVATION": activation, "STREAMS": self.streams}
-        flags |= {"EVEN": self.channels % settings.block == 0, "BLOCK": settings.block, "num_warps": settings.warps}
+        flags = {"W": self.width, "C": self.channels, "BLOCK": settings.block, "UNROLL": settings.unroll}
+        flags |= {"STREAMS": self.streams, "ACTIVATION": activation, "num_warps": settings.warps}
         if programs and self.channels:
-            kernel[(programs,)](*arguments, self.tokens, self.channels, self.sequences, self.run, **flags)
+            kernel[(programs,)](*arguments, self.tokens, self.sequences, self.run, **flags)
 
 
 @lru_cache(maxsize=8)
@@ -491,15 +513,15 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     cases = []
     tensors = "x weight window y recent dy d_recent dx".split()
     for kernel, settings in ((conv_backward_kernel, BACKWARD), (conv_forward_kernel, FORWARD)):
-        for packed, window, streams, even in ((True, True, 3, True), (False, False, 3, True), (True, False, 1, False)):
+        for packed, window, streams, C in ((True, True, 3, 12_288), (False, False, 3, 12_288), (True, False, 1, 1000)):
             arguments: dict[str, Any] = {f"{name}{n}": "*bf16" for name in tensors for n in range(3)}
             arguments |= {f"weight{n}": "*fp32" for n in range(3)} | {"d_weight": "*fp32", "d_window": "*bf16"}
             if not window:
                 arguments |= {f"{name}{n}": None for name in ("window", "d_recent") for n in range(3)}
                 arguments["d_window"] = None
-            arguments |= {"cu_seqlens": "*i32" if packed else None, "T": "i32", "C": "i32:16", "N": "i32", "run": "i32"}
-            arguments |= {"W": 4, "UNROLL": settings.unroll, "ACTIVATION": True, "EVEN": even, "STREAMS": streams}
-            arguments["BLOCK"] = settings.block
+            arguments |= {"cu_seqlens": "*i32" if packed else None, "T": "i32", "N": "i32", "run": "i32"}
+            arguments |= {"W": 4, "C": C, "BLOCK": settings.block, "UNROLL": settings.unroll}
+            arguments |= {"STREAMS": streams, "ACTIVATION": True}
             mine = {name: arguments[name] for name in kernel.arg_names}
             cases.append((kernel, mine, {"num_warps": settings.warps, "num_stages": 3}))
     sums = {"shares": "*fp32", "d_weight": "*fp32", "runs": "i32", "C": "i32:16", "W": 4, "BLOCK": 128, "RUNS": 16}
