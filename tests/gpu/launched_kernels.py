@@ -1,0 +1,110 @@
+"""Run every operation that has kernels at the size of real layers, and say which compiled kernels that took.
+
+Prints JSON: for each variant its name, its spills on this GPU, and whether `compile_cases` of its module has it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ops"), str(ROOT / "tests" / "gpu")]
+
+from kda_kernel_checks import Case, call, cotangents, everything, kernel_inputs  # noqa: E402
+from kernel_compile import kernel_files, load, source_of  # noqa: E402
+
+from openk3.ops.kda.fused_backward import fused_kda  # noqa: E402
+
+
+def run_attention() -> None:
+    """Training and prefill: whole sequences, sequences cut among multiprocessors, packed ones; checkpoints."""
+    for case in (Case((2048,), H=96), Case((700, 0, 333), H=96), Case((40000,), H=2), Case((8192, 100), H=12)):
+        for state in (True, False):
+            values = kernel_inputs(case, "cuda")
+            if not state:
+                del values["state"]
+            everything(fused_kda, values, case, cotangents(case, "cuda"))
+            with torch.no_grad():
+                call(fused_kda, values, case)
+                call(lambda *xs, **options: fused_kda(*xs, checkpoints=(1, 100), **options), values, case)
+
+
+def run_decoding() -> None:
+    """Steps, verification and replay, of few and of many requests."""
+    import test_kda_decode_gpu as decoding
+
+    for H, N in ((96, 1), (12, 64)):
+        draw = decoding.Draw(H)
+        weights, pool, slots = draw.weights(), draw.pool(N), draw.slots(N, N)
+        tokens, gate, kept = draw.tokens(N), draw.gate(N), draw.tokens(N, decoding.DRAFTS)
+        count = torch.ones(N, dtype=torch.int32, device="cuda")
+        options: dict[str, Any] = {"cu_seqlens": torch.arange(N + 1, dtype=torch.int32, device="cuda")}
+        decoding.decode_kda(tokens, gate, weights, pool, slots)
+        decoding.decode_kda(tokens, gate, weights, pool, slots, into=decoding.copy(pool))
+        decoding.verify_kda(tokens, gate, weights, pool, slots, **options)
+        decoding.verify_kda(tokens, gate, weights, pool, slots, kept=kept, **options)
+        decoding.verify_kda(tokens, gate, weights, pool, slots, kept=kept, accepted_N=count, **options)
+        decoding.replay_kda(kept, weights, pool, slots, count)
+        decoding.replay_kda(tokens, weights, pool, slots, count, **options)
+        bare = [draw.normal(N, H, decoding.K) for _ in range(4)] + [draw.normal(N, H)]
+        decoding.step_kda_in_place(*bare, gate=weights.gate, state_SHKV=pool.state_SHKV, slot_N=slots)
+
+
+def run_convolutions() -> None:
+    """The three of a layer at once, with and without windows and gradients."""
+    from openk3.ops.short_conv import short_convs
+
+    for lengths in ([2048], [300, 0, 1, 900]):
+        bounds = torch.tensor([0, *lengths]).cumsum(0).cuda()
+        xs = [torch.randn(sum(lengths), 1536, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+        weights = [torch.randn(1536, 4, device="cuda").requires_grad_() for _ in range(3)]
+        windows = [torch.randn(len(lengths), 1536, 4, device="cuda").bfloat16() for _ in range(3)]
+        for given in (None, windows):
+            ys, _ = short_convs(xs, weights, windows_NCW=given, cu_seqlens=bounds)
+            torch.autograd.grad(sum(y.float().sum() for y in ys), [*xs, *weights])
+
+
+def key(kernel: Any, source: Any, options: dict[str, int]) -> str:
+    """What makes a variant: types and constants of its arguments, and how it is launched."""
+    constants = sorted((path, str(value)) for path, value in source.constants.items())
+    signature = [str(source.signature[p.name]) for p in kernel.params]
+    return repr((signature, constants, options["num_warps"], options["num_stages"]))
+
+
+def launched(arch: int) -> Iterator[dict[str, Any]]:
+    """Every compiled variant of every kernel."""
+    for path in kernel_files():
+        module = load(path)
+        cases: dict[Any, set[str]] = {}
+        if arch == 90 or not path.stem.endswith("_gluon"):
+            for kernel, arguments, options in module.compile_cases(arch):
+                defaults = {"num_warps": 4, "num_stages": 3} | options
+                cases.setdefault(kernel, set()).add(key(kernel, source_of(kernel, arguments), defaults))
+        for kernel in {id(x): x for x in vars(module).values() if hasattr(x, "device_caches")}.values():
+            for compiled, *_ in kernel.device_caches.values():
+                for variant in compiled.values():
+                    name = key(kernel, variant.src, variant.metadata._asdict())
+                    yield {
+                        "kernel": f"{path.stem}.{kernel.__name__}",
+                        "variant": name,
+                        "spills": variant.n_spills,
+                        "checked": name in cases.get(kernel, ()),
+                    }
+
+
+def main() -> None:
+    """Run, then print."""
+    for part in (run_attention, run_decoding, run_convolutions):
+        part()
+    major, minor = torch.cuda.get_device_capability()
+    print(json.dumps(list(launched(10 * major + minor))))
+
+
+if __name__ == "__main__":
+    main()
