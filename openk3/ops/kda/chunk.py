@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.backend import pick
 from openk3.ops.kda.block import Kept, block_backward, block_forward
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
 from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states, kda_gate
@@ -30,9 +31,17 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention by chunks (report eq. 3-4, UT transform): same arguments and result as `recurrent_kda`.
 
-    Sequences of any lengths, empty ones included, are scanned side by side. Arithmetic is in at least float32.
+    Sequences of any lengths, empty ones included, are scanned side by side. Arithmetic is in at least float32. On a GPU
+    the kernels of `fused_kda` run instead where `backend.pick` says that they apply; their products take operands
+    rounded to the format of q.
     """
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+    if pick("kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]), bounded=gate.lower_bound is not None) == "triton":
+        from openk3.ops.kda.fused_backward import fused_kda
+
+        tokens = (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+        o_THV, state_NHKV = fused_kda(*tokens, gate, state_NHKV=state_NHKV, cu_seqlens=cu_seqlens)
+        return o_THV, state_NHKV
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)
     v = at_least_float32(v_THV)
