@@ -92,7 +92,7 @@ def _convolve_by_kernel(
     bounds: tuple[int, ...],
     activation: bool,
 ) -> Results:
-    from openk3.ops.short_conv_kernel import Layout, convolve
+    from openk3.ops.short_conv_fused import Layout, convolve
 
     return convolve(Layout(len(xs), bounds, activation), xs, weights, windows)
 

@@ -12,7 +12,7 @@ from op_checks import random
 from torch import Tensor
 
 from openk3.ops.short_conv import short_conv, short_convs
-from openk3.ops.short_conv_kernel import Layout, _Launch, convolve
+from openk3.ops.short_conv_fused import Layout, _Launch, convolve
 
 
 @pytest.fixture(autouse=True)

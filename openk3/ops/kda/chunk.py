@@ -1,6 +1,7 @@
 """Kimi Delta Attention chunk by chunk: the form for training and prefill, with its own backward pass."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -33,15 +34,17 @@ def chunk_kda(
 
     Sequences of any lengths, empty ones included, are scanned side by side. Arithmetic is in at least float32. On a GPU
     the kernels of `fused_kda` run instead where `backend.pick` says that they apply; their products take operands
-    rounded to the format of q.
+    rounded to the widest format among the tokens' tensors.
     """
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
     if pick("kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]), bounded=gate.lower_bound is not None) == "triton":
         from openk3.ops.kda.fused_backward import fused_kda
 
         tokens = (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+        wide = reduce(torch.promote_types, (x.dtype for x in tokens))
+        tokens = (x.to(wide) for x in tokens)
         o_THV, state_NHKV = fused_kda(*tokens, gate, state_NHKV=state_NHKV, cu_seqlens=cu_seqlens)
-        return o_THV, state_NHKV
+        return o_THV.to(v_THV.dtype), state_NHKV
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)
     v = at_least_float32(v_THV)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from openk3.ops.backend import pick
 from openk3.ops.kda.chunk import chunk_kda
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.norm import at_least_float32
@@ -34,17 +35,22 @@ def segment_kda(
     """The maps of N packed segments, known before any state is; arguments as in `recurrent_kda`. Differentiable.
 
     One pass of `chunk_kda` over value columns [0, v] from the states [I, 0]: the recurrence works on every column by
-    itself, so the first K columns end as the transition and the others as what the segment writes.
+    itself, so the first K columns end as the transition and the others as what the segment writes. Kernels, which take
+    heads of certain widths, do the two in a pass each.
     """
     num_segments = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     (num_tokens, H, K), V = k_THK.shape, v_THV.shape[2]
+
+    def leaving(values_THV: Tensor, state_NHKV: Tensor | None) -> Tensor:
+        tokens = (k_THK, k_THK, values_THV, decay_logit_THK, beta_logit_TH)
+        return chunk_kda(*tokens, gate, state_NHKV=state_NHKV, cu_seqlens=cu_seqlens)[1]
+
     v = at_least_float32(v_THV)
-    columns = torch.cat([v.new_zeros(num_tokens, H, K), v], 2)
     start = torch.eye(K, K + V, dtype=v.dtype, device=v.device).expand(num_segments, H, -1, -1)
-    _, end = chunk_kda(
-        k_THK, k_THK, columns, decay_logit_THK, beta_logit_TH, gate, state_NHKV=start, cu_seqlens=cu_seqlens
-    )
-    return Segment(*end.split([K, V], 3))
+    if pick("kda", k_THK, channels=(K, V), bounded=gate.lower_bound is not None) == "triton":
+        return Segment(leaving(torch.zeros_like(k_THK), start[..., :K]), leaving(v_THV, None))
+    columns = torch.cat([v.new_zeros(num_tokens, H, K), v], 2)
+    return Segment(*leaving(columns, start).split([K, V], 3))
 
 
 def compose(first: Segment, then: Segment) -> Segment:
