@@ -66,8 +66,14 @@ def test_mixed_formats_run_in_the_widest(calls: list[torch.dtype]) -> None:
     ],
 )
 def test_what_kernels_cannot_do(
-    calls: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, K: int, bound: float | None, dtype: torch.dtype, message: str
-) -> None:  # fmt: skip
+    calls: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+    K: int,
+    bound: float | None,
+    *,
+    dtype: torch.dtype,
+    message: str,
+) -> None:
     """Forced, it is an error that says why; not forced, the PyTorch form runs it."""
     inputs = kda_inputs(LENGTHS, 1, K, 16, dtype=dtype)
     with pytest.raises(ConfigError, match=message):
