@@ -1,0 +1,141 @@
+"""The kernels of KDA's forward pass, in Triton's interpreter, against their formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kda_checks import kda_inputs, run
+from kda_tile_formulas import Cut, forward_scan, tile_rows
+from kda_tile_formulas import Workspace as Exact
+from kda_tile_formulas import prepare as exact_prepare
+from torch import Tensor
+
+from openk3.ops import KdaGate, recurrent_kda
+from openk3.ops.kda.fused import Forward, fused_forward
+from openk3.ops.kda.prepare_kernel import Workspace, prepare
+from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
+from openk3.ops.kda.tiles import Tiles, tile_table
+
+LENGTHS = [33, 0, 7, 70, 0]
+FIELDS = ("nkd", "qd", "kr", "inv", "mqk", "decay")
+
+
+def table(lengths: list[int], *, checkpoints: tuple[int, ...] = (), part_tiles: int | None = None) -> Tiles:
+    """The tiles of packed sequences."""
+    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+    return tile_table(bounds, torch.device("cpu"), checkpoints=checkpoints, part_tiles=part_tiles)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference by the norm of what is right."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def float32(inputs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], KdaGate, Tensor]:
+    """Tokens, gate and states as the kernels take them."""
+    narrow = {name: x.float() for name, x in inputs.items()}
+    tokens = tuple(narrow[name] for name in ("q", "k", "v", "decay_logit", "beta_logit"))
+    return tokens, KdaGate(narrow["A_log"], narrow["dt_bias"]), narrow["state"]
+
+
+def narrowed(space: Exact) -> Workspace:
+    """The exact workspace as the kernels have it."""
+    return Workspace(**{name: getattr(space, name).float().contiguous() for name in FIELDS})
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+@pytest.mark.parametrize("keys", ["random", "near"])
+def test_prepare(chunk: int, keys: str) -> None:
+    """Every tensor of the workspace, ragged tiles included; keys that are nearly one, with beta near 1."""
+    inputs = kda_inputs(LENGTHS, H=2, K=16)
+    if keys == "near":
+        inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
+        inputs["beta_logit"] = inputs["beta_logit"] + 8
+        inputs["decay_logit"] -= 12
+    inputs = {name: x.float().double() for name, x in inputs.items()}
+    (q, k, _, logit, beta), gate, _ = float32(inputs)
+    bounds = tuple(torch.tensor([0, *LENGTHS]).cumsum(0).tolist())
+    got = prepare(q, k, logit, beta, gate, span=tile_table(bounds, q.device, chunk=chunk).sequences())
+    want = exact_prepare(tile_rows(inputs, Cut.of(LENGTHS, chunk)))
+    assert all(off(getattr(got, name), getattr(want, name)) < 3e-6 for name in FIELDS)
+
+
+def test_scan_outputs() -> None:
+    """o, r, entering states, final states and saved ones, each where it belongs, from sequences and from a slab."""
+    inputs = kda_inputs(LENGTHS, H=2, K=16, V=32)
+    cut = Cut.of(LENGTHS, 32)
+    space = exact_prepare(tile_rows(inputs, cut))
+    o, r, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
+    tiles, v, initial = table(LENGTHS, part_tiles=1), inputs["v"].float(), inputs["state"].float()
+    got = ScanOutputs(*(torch.full(x.shape, torch.nan) for x in (o, r, states, final)))
+    saved = torch.full((tiles.num_saved, *final.shape[1:]), torch.nan)
+    scan(narrowed(space), v, tiles.sequences(), initial, ScanOutputs(got.o, got.r, got.states, got.final, saved))
+    assert all(off(x, y) < 1e-6 for x, y in zip((got.o, got.r, got.states, got.final), (o, r, states, final)))
+    assert torch.equal(got.final[1], initial[1])
+    inner = [part for part in range(tiles.num_parts) if part not in tiles.sequence_parts]
+    entering = states[[tiles.part_first[part] for part in inner]].mT
+    assert off(saved[inner], entering) < 1e-6
+
+    low, high = 1, 6  # the second part of the first sequence to the last but one of the fourth
+    span = tiles.slab(low, high)
+    tile, token = slice(span.tile_low, span.tile_low + 4), slice(span.token_low, span.token_low + span.num_tokens)
+    part = Workspace(**{name: getattr(narrowed(space), name)[tile] for name in FIELDS})
+    first = torch.stack([states[x].mT if n % 2 == 0 else initial[1] for n, x in zip((0, 1, 0, 0, 0), (1, 0, 2, 3, 4))])
+    got = ScanOutputs(r=torch.full((span.num_tokens, 2, 32), torch.nan), states=torch.full((4, 2, 32, 16), torch.nan))
+    scan(part, v, span, first.float(), got)
+    assert off(got.r, r[token]) < 1e-6 and off(got.states, states[tile]) < 1e-6
+
+
+def test_maps_and_fold() -> None:
+    """Parts as maps, joined: the states that enter them in the scan of whole sequences."""
+    lengths = [0, 75, 40, 100]
+    inputs = kda_inputs(lengths, H=2, K=16, V=32)
+    cut = Cut.of(lengths, 32)
+    space = exact_prepare(tile_rows(inputs, cut))
+    states = forward_scan(space, inputs["v"], inputs["state"], cut)[2]
+    tiles, initial = table(lengths, part_tiles=2), inputs["state"].float()
+    maps = scan_maps(narrowed(space), inputs["v"].float(), tiles.parts())
+    entering = fold(maps, tiles, initial)
+    assert torch.equal(entering[0], initial[0])
+    assert off(entering[1:], states[list(tiles.part_first[1:-1])].mT) < 1e-6
+    eye = torch.eye(16).expand(2, -1, -1)
+    assert torch.equal(maps[0, :, 32:], eye) and not maps[0, :, :32].any()
+
+
+def forward(
+    inputs: dict[str, Tensor], lengths: list[int], *, split: bool, part_tiles: int | None, checkpoints: tuple[int, ...]
+) -> Forward:
+    """The whole forward pass in float32."""
+    tokens, gate, state = float32(inputs)
+    tiles = table(lengths, checkpoints=checkpoints, part_tiles=part_tiles)
+    return fused_forward(tokens, gate, state, tiles, split=split)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_split_and_checkpoints(split: bool) -> None:
+    """Outputs, final states, and states at positions in and between tiles, at parts' borders and at sequences' ends,
+    whether parts are scanned at once or not; and the states entering parts agree."""
+    lengths, checkpoints = [100, 0, 70], (1, 40, 100, 132, 150, 170)
+    inputs = kda_inputs(lengths, H=1, K=16, V=16)
+    o, final = run(recurrent_kda, inputs, lengths)
+    got = forward(inputs, lengths, split=split, part_tiles=2, checkpoints=checkpoints)
+    assert off(got.o_THV, o) < 5e-6 and off(got.final_NHKV, final) < 2e-6
+    for position, state in zip(checkpoints, got.checkpoints_MHKV, strict=True):
+        n, start = (0, 0) if position <= 100 else (2, 100)
+        names = ("q", "k", "v", "decay_logit", "beta_logit")
+        part = inputs | {name: inputs[name][start:position] for name in names} | {"state": inputs["state"][n : n + 1]}
+        assert off(state, run(recurrent_kda, part)[1][0]) < 5e-6
+    other = forward(inputs, lengths, split=not split, part_tiles=2, checkpoints=checkpoints)
+    assert off(got.entering_PHKV, other.entering_PHKV) < 5e-6
+
+
+def test_without_a_state_or_tokens() -> None:
+    """No initial state is zeros; no tokens leave the states as they were."""
+    inputs = kda_inputs([70], H=1, K=16, V=16)
+    tokens, gate, state = float32(inputs)
+    tiles = table([70])
+    nothing, zeros = (fused_forward(tokens, gate, s, tiles, split=False) for s in (None, torch.zeros_like(state)))
+    assert torch.equal(nothing.o_THV, zeros.o_THV) and torch.equal(nothing.final_NHKV, zeros.final_NHKV)
+    none = tuple(x[:0] for x in tokens)
+    empty = fused_forward(none, gate, state, table([0]), split=False)
+    assert empty.o_THV.shape == (0, 1, 16) and torch.equal(empty.final_NHKV, state)
