@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,11 @@ import openk3
 # Read by torch when it is imported, which no test module has done yet: two workers must not fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+HAS_TRITON = find_spec("triton") is not None
+IMPORTS_KERNELS = re.compile(
+    r"^ *(from|import) (triton|kernel_compile|openk3\.ops.*(_kernel|_gluon|fused))", re.MULTILINE
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels run in Triton's interpreter, on the CPU; where tests of the GPU are asked for, they are compiled.
@@ -26,8 +32,20 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = Expression.compile(config.option.markexpr or "not gpu")
     compiled = expression.evaluate(lambda name, **_: name == "gpu")
     os.environ["TRITON_INTERPRET"] = "0" if compiled else "1"
-    if not compiled and find_spec("triton"):
+    if not compiled and HAS_TRITON:
         import_module("triton_interpreter").repair()
+
+
+def pytest_report_header() -> str:
+    """Says what a machine cannot test."""
+    return "" if HAS_TRITON else "triton is not installed here: tests of GPU kernels are left out"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Files that import kernels need triton, which is not to be had for every machine."""
+    if HAS_TRITON or not collection_path.name.startswith("test_"):
+        return None
+    return bool(IMPORTS_KERNELS.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 settings.register_profile("openk3", deadline=None, derandomize=True)
