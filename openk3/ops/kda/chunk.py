@@ -42,8 +42,10 @@ def chunk_kda(
 
         tokens = (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
         wide = reduce(torch.promote_types, (x.dtype for x in tokens))
-        tokens = (x.to(wide) for x in tokens)
-        o_THV, state_NHKV = fused_kda(*tokens, gate, state_NHKV=state_NHKV, cu_seqlens=cu_seqlens)
+        q, k, v, decay_logit, beta_logit = (x.to(wide) for x in tokens)
+        o_THV, state_NHKV = fused_kda(
+            q, k, v, decay_logit, beta_logit, gate, state_NHKV=state_NHKV, cu_seqlens=cu_seqlens
+        )
         return o_THV.to(v_THV.dtype), state_NHKV
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)
     k = l2_norm(k_THK)

@@ -205,7 +205,7 @@ def _marks(
     mark_X = torch.full((num_tiles,), -1)
     mark_X[first_P[:-1][inner] - 1] = rows_P
     free = num_parts
-    rows: Sequence[int] = []
+    rows: list[int] = []
     for tile in checkpoint_tiles.tolist():
         if mark_X[tile - 1] < 0:
             mark_X[tile - 1] = free
