@@ -4,7 +4,6 @@ A tile never crosses the border of a sequence or a checkpoint. A part is a run o
 piece that one program scans when a sequence is split, and the piece whose entering state the backward pass starts from.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
