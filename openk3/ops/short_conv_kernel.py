@@ -376,8 +376,8 @@ class Settings(NamedTuple):
     waves: int  # programs for each multiprocessor, so far as there are tokens for them
 
 
-FORWARD = Settings(1024, 4, 4, 8)
-BACKWARD = Settings(512, 4, 4, 8)
+FORWARD = Settings(512, 4, 8, 32)
+BACKWARD = Settings(256, 2, 4, 32)
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
