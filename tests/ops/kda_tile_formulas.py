@@ -55,9 +55,10 @@ class Workspace:
     nkd: Tensor  # -kd
     qd: Tensor
     kr: Tensor
-    inv: Tensor  # (I + diag(beta) P)^-1 diag(beta)
+    inv: Tensor  # (I + diag(beta) P)^-1
     mqk: Tensor
     decay: Tensor
+    beta: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ def prepare(rows: Rows, bound: float = -5.0) -> Workspace:
     ki = rows.kn * (R - rows.G).exp2()
     kd, qd = rows.kn * (rows.G - R).exp2(), rows.qn * K**-0.5 * (rows.G - R).exp2()
     P, mqk = (kd @ ki.mT).tril(-1), (qd @ ki.mT).tril()
-    inv = torch.linalg.inv(torch.eye(C).to(P) + rows.beta[..., None] * P) * rows.beta[:, :, None]
+    inv = torch.linalg.inv(torch.eye(C).to(P) + rows.beta[..., None] * P)
     last = rows.G[:, :, -1:]
-    return Workspace(-kd * 2**R, qd * 2**R, ki * (last - R).exp2(), inv, mqk, last[:, :, 0].exp2())
+    return Workspace(-kd * 2**R, qd * 2**R, ki * (last - R).exp2(), inv, mqk, last[:, :, 0].exp2(), rows.beta)
 
 
 def forward_scan(
@@ -109,7 +110,7 @@ def forward_scan(
             S = final[n]
             states[x] = S.mT
             r[x] = v[x] + space.nkd[x] @ S
-            U = space.inv[x] @ r[x]
+            U = space.inv[x] @ (space.beta[x][..., None] * r[x])
             o[x] = space.qd[x] @ S + space.mqk[x] @ U
             final[n] = space.decay[x][..., None] * S + space.kr[x].mT @ U
     return cut.collect(o), cut.collect(r), states, final
@@ -125,7 +126,7 @@ def reverse_scan(space: Workspace, d_o_THV: Tensor, d_final_NHKV: Tensor, cut: C
             dS = d_state[n].mT
             d_states[x] = dS
             dU = dS @ space.kr[x].mT + d_o[x].mT @ space.mqk[x]
-            dr[x] = (dU @ space.inv[x]).mT
+            dr[x] = (dU @ space.inv[x]).mT * space.beta[x][..., None]
             d_state[n] = (dS * space.decay[x][:, None] + d_o[x].mT @ space.qd[x] + dr[x].mT @ space.nkd[x]).mT
     return cut.collect(dr), d_states, d_state
 
@@ -150,7 +151,7 @@ def tile_gradients(inputs: dict[str, Tensor], scanned: Scanned, cut: Cut, bound:
     scale, R, last = K**-0.5, rows.G[:, :, -1:] / 2, rows.G[:, :, -1:]
     up, down = (rows.G - R).exp2(), (R - rows.G).exp2()
     kd, ki, qd = rows.kn * up, rows.kn * down, rows.qn * scale * up
-    U = space.inv @ r
+    U = space.inv @ (rows.beta[..., None] * r)
     dM, dP = (d_o @ U.mT).tril(), -(dr @ U.mT).tril(-1)
     d_beta_logit = (1 - rows.beta) * ((dr * r).sum(-1) + (dP * (kd @ ki.mT)).sum(-1))
     d_qd = (d_o @ scanned.states) * R.exp2() + dM @ ki

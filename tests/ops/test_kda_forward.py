@@ -17,7 +17,7 @@ from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
 from openk3.ops.kda.tiles import Tiles, tile_table
 
 LENGTHS = [33, 0, 7, 70, 0]
-FIELDS = ("nkd", "qd", "kr", "inv", "mqk", "decay")
+FIELDS = ("nkd", "qd", "kr", "inv", "mqk", "decay", "beta")
 
 
 def table(lengths: list[int], *, checkpoints: tuple[int, ...] = (), part_tiles: int | None = None) -> Tiles:

@@ -22,7 +22,8 @@ def bounds_of(lengths: list[int]) -> tuple[int, ...]:
 def narrowed(space: Workspace, dtype: torch.dtype) -> prepare_kernel.Workspace:
     """A workspace as the kernels have it."""
     named = {name: getattr(space, name).to(dtype).contiguous() for name in ("nkd", "qd", "kr", "inv", "mqk")}
-    return prepare_kernel.Workspace(decay=space.decay.float().contiguous(), **named)
+    vectors = {name: getattr(space, name).float().contiguous() for name in ("decay", "beta")}
+    return prepare_kernel.Workspace(**named, **vectors)
 
 
 def scanned(
@@ -75,7 +76,7 @@ def test_parts_folded_by_maps() -> None:
         transition = torch.eye(K, dtype=torch.float64).expand(H, K, K)  # transposed
         for x in range(first[part], first[part + 1]):
             error = transition @ space.nkd[x].mT
-            transition = transition * space.decay[x][:, None] + error @ space.inv[x].mT @ space.kr[x]
+            transition = transition * space.decay[x][:, None] + (error * space.beta[x][:, None]) @ space.inv[x].mT @ space.kr[x]
         maps[part, :, V:] = transition
     d_state, narrow = d_final.float(), narrowed(space, torch.float32)
     for low, high in ((4, P), (2, 4), (0, 2)):  # as slabs: sequences 2..4, then part of sequence 1, then the rest

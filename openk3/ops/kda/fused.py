@@ -1,6 +1,8 @@
 """Forward pass of Kimi Delta Attention by kernels: prepare all tiles, then scan, in segments where heads are few."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -8,7 +10,64 @@ from torch import Tensor
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
-from openk3.ops.kda.tiles import Tiles
+from openk3.ops.kda.tiles import CHUNK, Tiles, tile_table
+
+# Microseconds on an H200 of a tile in the scan, of one in the scan for maps, and of joining parts: at all, and each.
+_SCAN, _MAP, _JOINS, _JOIN = 1.6, 1.3, 60.0, 2.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tiles of a call, in parts, and whether the parts of a sequence are scanned at once."""
+
+    tiles: Tiles
+    split: bool
+
+
+@lru_cache(maxsize=64)
+def make_plan(
+    bounds: tuple[int, ...],
+    heads: int,
+    device: torch.device,
+    *,
+    checkpoints: tuple[int, ...] = (),
+    part_tiles: int | None = None,
+) -> Plan:
+    """Plan for packed sequences: split where the device has more multiprocessors than there are heads to scan.
+
+    Parts have at most `part_tiles` tiles (None: any number). Remembered.
+    """
+    counts = [-(-(b - a) // CHUNK) for a, b in zip(bounds, bounds[1:])]
+    multiprocessors = 0
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    best = split_tiles(counts, heads, multiprocessors)
+    limits = [x for x in (best, part_tiles) if x is not None]
+    tiles = tile_table(bounds, device, checkpoints=checkpoints, part_tiles=min(limits, default=None))
+    return Plan(tiles, best is not None)
+
+
+def split_tiles(counts: Sequence[int], heads: int, multiprocessors: int) -> int | None:
+    """Most tiles of a part if sequences of that many tiles are best scanned in parts at once, else None.
+
+    A scan of one head occupies a multiprocessor; the scan for maps has twice as many rows of state. What is compared
+    is the time of all rounds, or of the longest part if that is more.
+    """
+    total, longest = sum(counts), max(counts, default=0)
+    if not multiprocessors or not total * heads:
+        return None
+
+    def rounds(tiles: int, width: int) -> float:
+        parts = sum(-(-count // tiles) for count in counts)
+        return max(tiles, -(-parts * heads * width // multiprocessors) * total / parts)
+
+    best, least = None, 0.9 * _SCAN * rounds(longest, 1)
+    for pieces in range(2, 65):
+        tiles = -(-longest // pieces)
+        time = _SCAN * rounds(tiles, 1) + _MAP * rounds(tiles, 2) + _JOINS + _JOIN * pieces
+        if time < least:
+            best, least = tiles, time
+    return best
 
 
 @dataclass(frozen=True)

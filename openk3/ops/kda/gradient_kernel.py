@@ -85,6 +85,41 @@ def settings(V: int) -> dict[str, int]:
     return {"BV": min(V, 64), "num_warps": 8, "num_stages": 2}
 
 
+@triton.jit
+def _columns(at, live):
+    """Rows of the tile as columns, float32; zero behind its last token."""
+    return tl.trans(tl.load(at, mask=live[:, None], other=0.0)).to(tl.float32)
+
+
+@triton.jit
+def _gate(at, live, slope, shift):
+    """Sigmoid of the gate, [K, C]; zero behind the tile's last token."""
+    opened = 1.0 / (1.0 + tl.exp2((_columns(at, live) * slope + shift[:, None]) * -1.4426950408889634))
+    return tl.where(live[None, :], opened, 0.0)
+
+
+@triton.jit
+def _gate_slope(at, live, slope, shift):
+    """Derivative of that sigmoid, exact to float32 even where it is nearly 0 or 1."""
+    small = tl.exp2(tl.abs(_columns(at, live) * slope + shift[:, None]) * -1.4426950408889634)
+    share = 1.0 / (1.0 + small)
+    return small * share * share
+
+
+@triton.jit
+def _sums(x, ones, PARTS: tl.constexpr):
+    """x @ ones for float32 x: exactly in float32, or in that many bfloat16 parts of x where ones are bfloat16."""
+    if ones.dtype == tl.float32:
+        return tl.dot(x, ones, input_precision="ieee")
+    part = x.to(tl.bfloat16)
+    total = tl.dot(part, ones)
+    for _ in tl.static_range(PARTS - 1):
+        x -= part.to(tl.float32)
+        part = x.to(tl.bfloat16)
+        total = tl.dot(part, ones, total)
+    return total
+
+
 @triton.jit(
     do_not_specialize=["H", "token_low"],
     do_not_specialize_on_alignment=["start_ptr", "length_ptr"],
@@ -127,6 +162,8 @@ def gradient_kernel(
     live = c < length
     io = inv_ptr.dtype.element_ty
     inv = tl.load(inv_ptr + program * (C * C) + c[:, None] * C + c[None, :])
+    beta = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
+    beta = 1.0 / (1.0 + tl.exp2(beta * -1.4426950408889634))
 
     d_mqk = tl.zeros([C, C], tl.float32)
     d_keys = tl.zeros([C, C], tl.float32)
@@ -149,39 +186,12 @@ def gradient_kernel(
         d_leaving = tl.load(d_states_ptr + state + v * K + block)
         carried += tl.sum(entering.to(tl.float32) * d_leaving.to(tl.float32), 0)
         along += tl.sum(d_r.to(tl.float32) * r.to(tl.float32), 1)
-        write = tl.dot(inv, r, input_precision=precision).to(io)
+        write = tl.dot(inv, (r.to(tl.float32) * beta[:, None]).to(io), input_precision=precision).to(io)
         d_mqk = tl.dot(d_o, tl.trans(write), d_mqk, input_precision=precision)
         d_keys = tl.dot(d_r, tl.trans(write), d_keys, input_precision=precision)
         d_qd = tl.dot(tl.trans(entering), tl.trans(d_o), d_qd, input_precision=precision)
         d_kd = tl.dot(tl.trans(entering), tl.trans(d_r), d_kd, input_precision=precision)
         d_kr = tl.dot(tl.trans(d_leaving), tl.trans(write), d_kr, input_precision=precision)
-
-    keys = (start * H + head) * K
-    tokens = c[:, None] * (H * K) + channel[None, :]
-    logit = tl.trans(tl.load(logit_ptr + keys + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
-    slope = tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634)
-    bias = tl.load(bias_ptr + head * K + channel).to(tl.float32)
-    x = (logit + bias[:, None]) * slope
-    small = tl.exp2(tl.abs(x) * -1.4426950408889634)
-    inverse = 1.0 / (1.0 + small)
-    gate = tl.where(live[None, :], bound * 1.4426950408889634 * inverse * tl.where(x >= 0, 1.0, small), 0.0)
-    d_gate = small * inverse * inverse * (bound * slope)
-    total = tl.cumsum(gate, 1)
-    last = tl.sum(gate, 1)
-    middle = 0.5 * last
-    up = tl.exp2(total - middle[:, None])
-    down = tl.exp2(middle[:, None] - total)
-
-    q = tl.trans(tl.load(q_ptr + keys + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
-    k = tl.trans(tl.load(k_ptr + keys + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    k_norm = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    q *= q_norm[None, :]
-    k *= k_norm[None, :]
-    qd = q * (up * scale)
-    kd = k * up
-    ki = k * down
-    qd_n, kd_n, ki_n = qd.to(io), kd.to(io), ki.to(io)
 
     # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
     # two shares in the gradient of the decay would cancel only up to rounding.
@@ -195,32 +205,54 @@ def gradient_kernel(
     shrink = 1.0 / size
     d_mqk = (d_mqk * shrink).to(io)
     d_keys = (d_keys * shrink).to(io)
-    half = tl.exp2(middle)
-    d_qd *= shrink
-    d_kd *= -shrink
-    d_kr *= shrink
-    inside = tl.dot(ki_n, tl.trans(d_keys), input_precision=precision)
-    along += tl.sum(inside * kd, 0) * size
-    d_qd = tl.dot(ki_n, tl.trans(d_mqk), d_qd * half[:, None], input_precision=precision)
-    d_kd = d_kd * half[:, None] + inside
-    d_kr *= half[:, None]
-    carried = carried * shrink * tl.exp2(last) + tl.sum(d_kr * ki, 1)
-    d_ki = tl.dot(qd_n, d_mqk, d_kr, input_precision=precision)
-    d_ki = tl.dot(kd_n, d_keys, d_ki, input_precision=precision)
-
-    d_total = d_qd * qd + d_kd * kd - d_ki * ki
-    d_log = tl.cumsum(d_total, 1, reverse=True) + carried[:, None]
-    d_logit = d_log * d_gate * size
-    tl.store(d_logit_ptr + keys + tokens, tl.trans(d_logit.to(d_logit_ptr.dtype.element_ty)), mask=live[:, None])
     own *= shrink * scale
-    d_q = d_qd * (up * scale) + k * own[None, :]
+
+    keys = (start * H + head) * K
+    tokens = c[:, None] * (H * K) + channel[None, :]
+    q_at, k_at, logit_at = q_ptr + keys + tokens, k_ptr + keys + tokens, logit_ptr + keys + tokens
+    slope = tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634)
+    shift = tl.load(bias_ptr + head * K + channel).to(tl.float32) * slope
+    upper = tl.where(c[:, None] <= c[None, :], 1.0, 0.0).to(io)
+    gate = _gate(logit_at, live, slope, shift) * (bound * 1.4426950408889634)
+    middle = 0.5 * tl.sum(gate, 1)
+    total = _sums(gate, upper, 3) - middle[:, None]
+    half = tl.exp2(middle)
+    k = _columns(k_at, live)
+    k_norm = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    # Gradients of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay
+    # up to the one and takes from that up to the other cancels exactly where it should.
+    ki = (k * k_norm[None, :] * tl.exp2(-total)).to(io)
+    d_kr = d_kr * shrink * half[:, None]
+    carried = carried * shrink * half * half + tl.sum(d_kr * ki.to(tl.float32), 1)
+    inside = tl.dot(ki, tl.trans(d_keys), input_precision=precision)
+    kd = (k * k_norm[None, :] * tl.exp2(total)).to(io)
+    along += tl.sum(inside * kd.to(tl.float32), 0) * size
+    d_kd = inside - d_kd * shrink * half[:, None]
+    d_log = d_kd * kd.to(tl.float32)
+    d_k = d_kd * tl.exp2(total)
+    d_qd = tl.dot(ki, tl.trans(d_mqk), d_qd * shrink * half[:, None], input_precision=precision)
+    q = _columns(q_at, live)
+    q_norm = tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+    qd = (q * q_norm[None, :] * (tl.exp2(total) * scale)).to(io)
+    d_log += d_qd * qd.to(tl.float32)
+    d_ki = tl.dot(kd, d_keys, d_kr, input_precision=precision)
+    d_ki = tl.dot(qd, d_mqk, d_ki, input_precision=precision)
+    d_log -= d_ki * ki.to(tl.float32)
+    d_k += d_ki * tl.exp2(-total)
+    d_q = d_qd * (tl.exp2(total) * scale)
+
+    d_log = _sums(d_log, tl.trans(upper), 2) + carried[:, None]
+    d_logit = d_log * _gate_slope(logit_at, live, slope, shift) * (slope * bound * size)
+    tl.store(d_logit_ptr + keys + tokens, tl.trans(d_logit.to(d_logit_ptr.dtype.element_ty)), mask=live[:, None])
+    q = _columns(q_at, live) * q_norm[None, :]
+    k = _columns(k_at, live) * k_norm[None, :]
+    d_q += k * own[None, :]
     d_q = (d_q - q * tl.sum(d_q * q, 0)[None, :]) * (q_norm * size)[None, :]
     tl.store(d_q_ptr + keys + tokens, tl.trans(d_q.to(d_q_ptr.dtype.element_ty)), mask=live[:, None])
-    d_k = d_kd * up + d_ki * down + q * own[None, :]
+    d_k += q * own[None, :]
     d_k = (d_k - k * tl.sum(d_k * k, 0)[None, :]) * (k_norm * size)[None, :]
     tl.store(d_k_ptr + keys + tokens, tl.trans(d_k.to(d_k_ptr.dtype.element_ty)), mask=live[:, None])
-    beta = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
-    d_beta = along / (1.0 + tl.exp2(beta * 1.4426950408889634))
+    d_beta = along * (1.0 - beta)
     tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
 
 

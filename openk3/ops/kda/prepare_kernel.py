@@ -2,13 +2,14 @@
 
 Per tile and head, with G the running sum of the log decay inside the tile (base 2) and Gl its last row:
 kd = k 2^G, qd = q 2^G, kr = k 2^(Gl - G), ki = k 2^-G, mqk = lower(qd ki^T),
-inv = (I + diag(beta) strict_lower(kd ki^T))^-1 diag(beta), decay = 2^Gl.
+inv = (I + diag(beta) strict_lower(kd ki^T))^-1, decay = 2^Gl.
 No exponent leaves the range of float32: products are formed relative to the middle of the tile's range of G, constant,
 so that nothing depends on the gates of later tokens.
 """
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ class Workspace:
     nkd: Tensor  # [X, H, C, K]
     qd: Tensor  # [X, H, C, K]
     kr: Tensor  # [X, H, C, K]
-    inv: Tensor  # [X, H, C, C], its columns times beta
+    inv: Tensor  # [X, H, C, C]
     mqk: Tensor  # [X, H, C, C]
     decay: Tensor  # [X, H, K] float32
+    beta: Tensor  # [X, H, C] float32, zero behind a tile's last token
 
 
 def workspace_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -58,20 +60,32 @@ def prepare(
         inv=empty(X, H, C, C),
         mqk=empty(X, H, C, C),
         decay=empty(X, H, K, dtype=torch.float32),
+        beta=empty(X, H, C, dtype=torch.float32),
     )
-    if X * H:
-        assert gate.lower_bound is not None
-        w = workspace
-        prepare_kernel[(X * H,)](
-            *(q_THK, k_THK, decay_logit_THK, beta_logit_TH, gate.A_log_H, gate.dt_bias_HK),
-            *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, span.start_X, span.length_X),
-            *(gate.lower_bound * _LOG2E, K**-0.5, H),
-            K=K,
-            C=C,
-            EXACT=dtype == torch.float32,
-            **settings(),
-        )
+    if X * H == 0:
+        return workspace
+    assert gate.lower_bound is not None
+    w = workspace
+    bound = gate.lower_bound * _LOG2E
+    arguments = (
+        *(q_THK, k_THK, decay_logit_THK, beta_logit_TH, gate.A_log_H, gate.dt_bias_HK),
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, span.start_X, span.length_X),
+        *(bound, float(round(bound * C / 2)), K**-0.5, H),
+    )
+    if dtype == torch.bfloat16 and (K, C) == (128, 32) and _is_hopper(q_THK.device):
+        from openk3.ops.kda.prepare_gluon import launch
+
+        launch(arguments, X * H, K=K, C=C)
+    else:
+        prepare_kernel[(X * H,)](*arguments, K=K, C=C, EXACT=dtype == torch.float32, **settings())
     return workspace
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    import os
+
+    return "KDA_GLUON" in os.environ and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def settings() -> dict[str, int]:
@@ -102,6 +116,12 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _add_earlier(sum_a, earlier_a, sum_b, earlier_b):
+    """Sums of two runs end to end, and without their last element: no later element ever enters and leaves a sum."""
+    return sum_a + sum_b, sum_a + earlier_b
+
+
+@triton.jit
 def _unit_lower_inverse(lower, C: tl.constexpr, EXACT: tl.constexpr):
     """(I + lower)^-1 of a strictly lower matrix [C, C]: blocks of two rows, then block substitution with larger ones.
 
@@ -124,7 +144,7 @@ def prepare_kernel(
     q_ptr,
     k_ptr,
     logit_ptr,
-    beta_ptr,
+    beta_logit_ptr,
     a_log_ptr,
     bias_ptr,
     nkd_ptr,
@@ -133,9 +153,11 @@ def prepare_kernel(
     inv_ptr,
     mqk_ptr,
     decay_ptr,
+    beta_ptr,
     start_ptr,
     length_ptr,
     bound,  # of the log decay, base 2
+    middle,  # of the range of its sums; a whole number, so that scaling by 2^middle is exact
     scale,
     H,
     K: tl.constexpr,
@@ -166,8 +188,8 @@ def prepare_kernel(
     gate = tl.where(live, bound * _sigmoid((logit + bias[None, None, :]) * slope), 0.0)
     group = tl.sum(gate, 0)
     last = tl.sum(group, 0)
-    middle = bound * (C // 2)
-    total = tl.cumsum(gate, 0) + (tl.cumsum(group, 0) - group - middle)[None, :, :]
+    _, earlier = tl.associative_scan((group, tl.zeros_like(group)), 0, _add_earlier)
+    total = tl.cumsum(gate, 0) + (earlier - middle)[None, :, :]
 
     k *= tl.rsqrt(tl.sum(k * k, 2) + 1e-6)[:, :, None]
     q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * scale)[:, :, None]
@@ -184,8 +206,9 @@ def prepare_kernel(
     tl.store(decay_ptr + program * K + channel, _exp2(last))
 
     c = tl.arange(0, C)
-    beta = tl.load(beta_ptr + (start + c) * H + head, mask=c < length, other=0.0).to(tl.float32)
+    beta = tl.load(beta_logit_ptr + (start + c) * H + head, mask=c < length, other=0.0).to(tl.float32)
     beta = tl.where(c < length, _sigmoid(beta * 1.4426950408889634), 0.0)
+    tl.store(beta_ptr + program * C + c, beta)
     ki_t = tl.trans(tl.reshape(tl.permute(ki, (1, 0, 2)), (C, K)))
     queries = tl.dot(tl.reshape(tl.permute(qd, (1, 0, 2)), (C, K)), ki_t, input_precision=precision)
     keys = tl.dot(tl.reshape(tl.permute(kd, (1, 0, 2)), (C, K)), ki_t, input_precision=precision)
@@ -193,13 +216,20 @@ def prepare_kernel(
     tl.store(mqk_ptr + square, tl.where(c[:, None] >= c[None, :], queries, 0.0).to(io))
     lower = tl.where(c[:, None] > c[None, :], keys * beta[:, None], 0.0)
     inverse = _unit_lower_inverse(lower, C, EXACT)
-    tl.store(inv_ptr + square, (inverse * beta[None, :]).to(io))
+    tl.store(inv_ptr + square, inverse.to(io))
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launcher compiles at K = 128 in bfloat16, for compute capability `arch`."""
-    arguments: dict[str, Any] = dict.fromkeys(("q_ptr", "k_ptr", "logit_ptr", "beta_ptr"), "*bf16")
+    arguments: dict[str, Any] = dict.fromkeys(("q_ptr", "k_ptr", "logit_ptr", "beta_logit_ptr"), "*bf16")
     arguments |= dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr"), "*bf16")
-    arguments |= dict.fromkeys(("a_log_ptr", "bias_ptr", "decay_ptr"), "*fp32")
-    arguments |= {"start_ptr": "*i32:1", "length_ptr": "*i32:1", "bound": "fp32", "scale": "fp32", "H": "i32"}
+    arguments |= dict.fromkeys(("a_log_ptr", "bias_ptr", "decay_ptr", "beta_ptr"), "*fp32")
+    arguments |= {
+        "start_ptr": "*i32:1",
+        "length_ptr": "*i32:1",
+        "bound": "fp32",
+        "middle": "fp32",
+        "scale": "fp32",
+        "H": "i32",
+    }
     return [(prepare_kernel, arguments | {"K": 128, "C": 32, "EXACT": False}, settings())]

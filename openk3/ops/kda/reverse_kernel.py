@@ -1,7 +1,7 @@
 """Triton kernels of the reverse scan of KDA: gradients of values and states, from the last tile to the first.
 
 As in the forward scan the gradient of the state is held transposed, [V, K], as a float32 accumulator. Per tile, from
-that of the state leaving it: dU^T = dS^T kr^T + do^T mqk;  dv^T = dU^T inv;
+that of the state leaving it: dU^T = dS^T kr^T + do^T mqk;  dv^T = dU^T inv diag(beta);
 dS^T <- dS^T diag(decay) + do^T qd + dv^T nkd. Nothing here needs the states themselves.
 """
 
@@ -36,7 +36,7 @@ def reverse_scan(
         return
     w, out = workspace, outputs
     reverse_kernel[(runs * H * (V // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, d_o_THV, d_leaving_PHKV),
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, d_o_THV, d_leaving_PHKV),
         *(out.d_v, out.d_states, out.d_entering),
         *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
         K=K,
@@ -79,6 +79,7 @@ def reverse_kernel(
     inv_ptr,
     mqk_ptr,
     decay_ptr,
+    beta_ptr,
     d_o_ptr,
     d_leaving_ptr,
     d_v_ptr,
@@ -129,12 +130,13 @@ def reverse_kernel(
         qd = tl.load(qd_ptr + at * (C * K) + wide)
         nkd = tl.load(nkd_ptr + at * (C * K) + wide)
         decay = tl.load(decay_ptr + at * K + channel)
+        beta = tl.load(beta_ptr + at * C + c)
         leaving = state.to(io)
         if d_states_ptr is not None:
             tl.store(d_states_ptr + at * (V * K) + transposed, leaving)
         d_write = tl.dot(tl.trans(d_o), mqk, input_precision=precision)
         d_write = tl.dot(leaving, tl.trans(kr), d_write, input_precision=precision)
-        d_v = tl.dot(d_write.to(io), inv, input_precision=precision).to(io)
+        d_v = (tl.dot(d_write.to(io), inv, input_precision=precision) * beta[None, :]).to(io)
         if d_v_ptr is not None:
             tl.store(d_v_ptr + first + tokens, tl.trans(d_v).to(d_v_ptr.dtype.element_ty), mask=live)
         state = tl.dot(tl.trans(d_o), qd, state * decay[None, :], input_precision=precision)
@@ -185,7 +187,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     options = settings(128)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr"), "*bf16")
-    given |= {"decay_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "first_ptr": "*i32:1"}
+    given |= {"decay_ptr": "*fp32", "beta_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "first_ptr": "*i32:1"}
     given |= {"tile_low": "i32", "H": "i32"} | shape
     variants = (
         {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": "*fp32"},

@@ -2,7 +2,7 @@
 
 The state is held transposed, S^T [V, K], as the float32 accumulator of tensor-core products: then every left operand is
 a converted accumulator, which stays in registers, and every right operand is a tile of the workspace. Per tile:
-r^T = v^T + S^T nkd^T;  U^T = r^T inv^T;  o^T = S^T qd^T + U^T mqk^T;  S^T <- S^T diag(decay) + U^T kr.
+r^T = v^T + S^T nkd^T;  U^T = (r^T diag(beta)) inv^T;  o^T = S^T qd^T + U^T mqk^T;  S^T <- S^T diag(decay) + U^T kr.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
         return
     w, out = workspace, outputs
     scan_kernel[(runs * H * (V // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, v_THV, initial_PHKV),
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, v_THV, initial_PHKV),
         *(out.o, out.r, out.states, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
@@ -64,7 +64,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
         return maps
     w = workspace
     scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, v_THV, None),
+        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
         *(None, None, None, maps, None),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
@@ -119,6 +119,7 @@ def scan_kernel(
     inv_ptr,
     mqk_ptr,
     decay_ptr,
+    beta_ptr,
     v_ptr,
     initial_ptr,
     o_ptr,
@@ -186,16 +187,16 @@ def scan_kernel(
         kr = tl.load(kr_ptr + wide)
         inv = tl.load(inv_ptr + square)
         decay = tl.load(decay_ptr + at * K + channel)
+        beta = tl.load(beta_ptr + at * C + c)
         left = state.to(io)
         if states_ptr is not None:
             tl.store(states_ptr + at * (V * K) + value[:, None] * K + channel[None, :], left)
         error = tl.dot(tl.trans(v), eye, input_precision=precision)
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
-        rounded = error.to(io)
         if r_ptr is not None:
             errors = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
-            tl.store(r_ptr + errors, tl.trans(rounded), mask=live)
-        write = tl.dot(rounded, tl.trans(inv), input_precision=precision).to(io)
+            tl.store(r_ptr + errors, tl.trans(error.to(io)), mask=live)
+        write = tl.dot((error * beta[None, :]).to(io), tl.trans(inv), input_precision=precision).to(io)
         if o_ptr is not None:
             qd = tl.load(qd_ptr + wide)
             mqk = tl.load(mqk_ptr + square)
@@ -252,7 +253,13 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     options = scan_settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
-    given |= {"decay_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "mark_ptr": "*i32:1"}
+    given |= {
+        "decay_ptr": "*fp32",
+        "beta_ptr": "*fp32",
+        "start_ptr": "*i32:1",
+        "length_ptr": "*i32:1",
+        "mark_ptr": "*i32:1",
+    }
     given |= {
         "first_ptr": "*i32:1",
         "token_ptr": "*i32:1",
