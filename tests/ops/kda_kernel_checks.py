@@ -18,10 +18,11 @@ from openk3.ops import KdaGate, chunk_kda
 Op = Callable[..., tuple[Tensor, Tensor]]
 ARGUMENTS = NAMES[:-1]
 # Most that bfloat16 products, states and outputs may cost, by the tensors' norms; docs/kda.md has the measured errors.
-# Gradients of the gate's parameters are sums over tokens in which much cancels.
-SUMS = ("d_A_log", "d_dt_bias")
-BFLOAT16 = {"o": 6e-3, "final": 6e-3} | {f"d_{name}": 1.5e-2 for name in NAMES} | dict.fromkeys(SUMS, 4e-2)
-FLOAT32 = {"o": 2e-5, "final": 2e-5} | {f"d_{name}": 5e-5 for name in NAMES} | dict.fromkeys(SUMS, 5e-4)
+SUMS = ("d_A_log", "d_dt_bias")  # over all tokens
+BFLOAT16 = {"o": 6e-3, "final": 6e-3} | {f"d_{name}": 1.5e-2 for name in NAMES}
+# Nearly identical keys, written with beta near 1 and never forgotten: what is read back is a small difference.
+STUBBORN = BFLOAT16 | {"o": 2e-2, "final": 4e-2, "d_q": 2e-2, "d_v": 0.15, "d_beta_logit": 0.2}
+FLOAT32 = {"o": 2e-5, "final": 2e-5} | {f"d_{name}": 5e-5 for name in NAMES}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class Case:
     def T(self) -> int:
         """Tokens in all."""
         return sum(self.lengths)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Most that errors may be."""
+        if self.dtype == torch.float32:
+            return FLOAT32
+        return STUBBORN if (self.gates, self.keys) == ("open", "near") else BFLOAT16
 
     def __str__(self) -> str:
         lengths = "+".join(map(str, self.lengths[:6])) + ("+.." if len(self.lengths) > 6 else "")
@@ -114,29 +122,26 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Norm of each difference by the norm of what is right, or by that of values of 1e-4 where those are tiny.
 
     A gate at its bound has no slope, so its gradients are nothing but rounding: all others are of the size of 1.
+    Gradients of the gate's parameters are sums in which much cancels: they are measured by their terms as well.
     """
     found = {}
     for name in got:
         x, y = got[name].double(), want[name].double()
         assert x.shape == y.shape and bool(x.isfinite().all()), f"{name}: not finite, or {list(x.shape)}"
-        found[name] = float((x - y).norm() / (y.norm() + 1e-4 * max(1, y.numel()) ** 0.5))
+        size = y.norm() + 1e-4 * max(1, y.numel()) ** 0.5
+        if name in SUMS and "d_decay_logit" in want:
+            size = size + want["d_decay_logit"].double().norm()
+        found[name] = float((x - y).norm() / size)
     return found
 
 
-def assert_exact_within(
-    op: Op, case: Case, limits: dict[str, float], *, device: torch.device | str = "cpu", backward: bool = True
-) -> dict[str, float]:
-    """All results within the limits of float64's; returns the errors."""
-    values = kernel_inputs(case, device)
-    grads = cotangents(case, device) if backward else None
-    if grads is not None:
-        got = everything(op, values, case, grads)
-    else:
-        with torch.no_grad():
-            got = dict(zip(("o", "final"), call(op, values, case)))
+def assert_exact(op: Op, case: Case, device: torch.device | str = "cpu") -> dict[str, float]:
+    """Outputs, states and gradients within the case's limits of float64's; returns the errors."""
+    values, grads = kernel_inputs(case, device), cotangents(case, device)
+    got = everything(op, values, case, grads)
     assert got["o"].dtype == case.dtype and got["final"].dtype == torch.float32
     found = errors(got, exact(case, values, grads))
-    assert {n: e for n, e in found.items() if e > limits[n]} == {}, f"{case}: {found}"
+    assert {name: error for name, error in found.items() if error > case.limits[name]} == {}, f"{case}: {found}"
     return found
 
 
@@ -220,9 +225,8 @@ def assert_checkpoints(op: Op, case: Case, positions: Sequence[int], device: tor
     with torch.no_grad():
         o, final, states = call(lambda *xs, **options: op(*xs, checkpoints=tuple(positions), **options), values, case)
         assert states.shape == (len(positions), case.H, case.K, case.V) and states.dtype == torch.float32
-        limits = FLOAT32 if case.dtype == torch.float32 else BFLOAT16
         found = errors({"o": o, "final": final}, exact(case, values, None))
-        assert all(found[name] <= limits[name] for name in found), found
+        assert all(found[name] <= case.limits[name] for name in found), found
         for position, state in zip(positions, states):
             n = next(n for n, end in enumerate(ends[1:]) if position <= end)
             part = replace(case, lengths=(position - ends[n],))
@@ -230,4 +234,4 @@ def assert_checkpoints(op: Op, case: Case, positions: Sequence[int], device: tor
             short |= {name: values[name] for name in ("A_log", "dt_bias")}
             short |= {"state": values["state"][n : n + 1]} if case.state else {}
             want = exact(part, short, None)["final"]
-            assert errors({"final": state[None]}, {"final": want})["final"] <= limits["final"], position
+            assert errors({"final": state[None]}, {"final": want})["final"] <= case.limits["final"], position

@@ -6,13 +6,11 @@ import pytest
 import torch
 from kda_checks import kda_inputs, run_with_gradients
 from kda_kernel_checks import (
-    BFLOAT16,
-    FLOAT32,
     Case,
     assert_causal,
     assert_checkpoints,
     assert_deterministic,
-    assert_exact_within,
+    assert_exact,
     assert_reads_no_garbage,
     assert_sequences_are_alone,
 )
@@ -37,31 +35,31 @@ def test_the_judge(T: int) -> None:
 @pytest.mark.parametrize("keys", ["random", "near"])
 def test_float32_is_exact(gates: str, keys: str) -> None:
     """Packed float32 tokens, with gates at either end and with keys that are nearly one."""
-    assert_exact_within(fused_kda, Case(PACKED, gates=gates, keys=keys, dtype=torch.float32, **SMALL), FLOAT32)
+    assert_exact(fused_kda, Case(PACKED, gates=gates, keys=keys, dtype=torch.float32, **SMALL))
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (1,), (31,), (32,), (33,), (1, 1, 1, 1), (96,)])
 def test_lengths(lengths: tuple[int, ...]) -> None:
     """No sequence, no token, one token, and lengths around a tile's."""
-    assert_exact_within(fused_kda, Case(lengths, dtype=torch.float32, seed=len(lengths), **SMALL), FLOAT32)
+    assert_exact(fused_kda, Case(lengths, dtype=torch.float32, seed=len(lengths), **SMALL))
 
 
 @pytest.mark.parametrize(("K", "V"), [(16, 32), (32, 16), (64, 32)])
 def test_widths(K: int, V: int) -> None:
     """Keys and values of other widths than each other."""
-    assert_exact_within(fused_kda, Case((40, 3), H=1, K=K, V=V, dtype=torch.float32), FLOAT32)
+    assert_exact(fused_kda, Case((40, 3), H=1, K=K, V=V, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("gates", ["mixed", "bound", "open"])
 @pytest.mark.parametrize("state", [True, False])
 def test_bfloat16(gates: str, state: bool) -> None:
     """bfloat16 tokens, with and without states before them."""
-    assert_exact_within(fused_kda, Case((50, 0, 20), gates=gates, state=state, **SMALL), BFLOAT16)
+    assert_exact(fused_kda, Case((50, 0, 20), gates=gates, state=state, **SMALL))
 
 
 def test_bfloat16_and_nearly_identical_keys() -> None:
     """Keys that are nearly one with beta near 1."""
-    assert_exact_within(fused_kda, Case((70,), keys="near", **SMALL), BFLOAT16)
+    assert_exact(fused_kda, Case((70,), keys="near", **SMALL))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
