@@ -111,8 +111,8 @@ def fused_forward(
     entering = state_NHKV
     if saved is not None and tiles.num_parts > tiles.num_sequences:
         entering = saved[: tiles.num_parts]
-        first = tiles.parts_N[:-1]
-        entering[first.long()] = 0.0 if state_NHKV is None else state_NHKV.float()
+        first = final_NHKV.new_zeros(final_NHKV.shape) if state_NHKV is None else state_NHKV.float()
+        entering.index_copy_(0, tiles.first_part_N, first)
     return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, final_NHKV), entering)
 
 
@@ -127,7 +127,7 @@ def _split_forward(
     if tiles.checkpoint_rows:
         saved = entering.new_empty(tiles.num_saved, *entering.shape[1:])
     scan(workspace, v_THV, span, entering, ScanOutputs(o=o_THV, final=leaving, saved=saved))
-    final = leaving[tiles.parts_N[1:].long() - 1]
+    final = leaving.index_select(0, tiles.last_part_N)
     return Forward(o_THV, final, _checkpoints(tiles, saved, final), entering, maps)
 
 

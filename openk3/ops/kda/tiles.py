@@ -67,6 +67,8 @@ class Tiles:
     token_N: Tensor  # int32 [N + 1]: bounds on the device
     token_P: Tensor  # int32 [P + 1]: part_bounds on the device
     parts_N: Tensor  # int32 [N + 1]: sequence_parts on the device
+    first_part_N: Tensor  # int64 [N]: first part of each sequence
+    last_part_N: Tensor  # int64 [N]: last part of each sequence
 
     @property
     def num_tiles(self) -> int:
@@ -155,6 +157,7 @@ def tile_table(
     host = [start_X, length_X, mark_X, first_N, first_P, bounds_N, token_P, parts_N]
     ints = torch.cat(host).to(torch.int32).to(device)  # one copy to the device
     start, length, mark, first, part, token, part_token, of = ints.split([len(x) for x in host])
+    ends = torch.stack([parts_N[:-1], parts_N[1:] - 1]).to(device)
     return Tiles(
         chunk=chunk,
         bounds=bounds,
@@ -172,6 +175,8 @@ def tile_table(
         token_N=token,
         token_P=part_token,
         parts_N=of,
+        first_part_N=ends[0],
+        last_part_N=ends[1],
     )
 
 
