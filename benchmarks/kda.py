@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from kda_inputs import Inputs, errors, exact, hard_cases, random_inputs, take_heads  # noqa: E402
 from kda_report import COLUMNS, markdown, print_row, worse_than_fla  # noqa: E402
-from kda_timing import Protocol, copy_rate, median_ms, peak_gb  # noqa: E402
+from kda_timing import Protocol, copy_rate, median_ms, peak_growth  # noqa: E402
 
 VARLEN = {"1300+547+2048+963+271+3063": (1300, 547, 2048, 963, 271, 3063), "8x1024": (1024,) * 8}
 ROTATED_BYTES = 200e6
@@ -102,6 +102,11 @@ def small(row: Work | DecodeWork) -> Work | DecodeWork:
     return replace(row, lengths=tuple(1 + n % 37 for n in row.lengths), heads=2, width=16, goal_ms=None)
 
 
+def runs(each: Any, row: Work) -> bool:
+    """Whether an implementation has what a row measures; keeping intermediates matters only to a backward pass."""
+    return each.has_gradients if row.backward else each.name != "fla_kept"
+
+
 @dataclass(frozen=True)
 class Bench:
     """What a run measures with."""
@@ -121,7 +126,7 @@ class Bench:
         found: dict[str, Any] = {"errors": self.errors(row, x), "times": {}, "peak_gb": {}}
         if self.protocol is None:
             return found
-        able = [each for each in self.implementations.values() if each.has_gradients or not row.backward]
+        able = [each for each in self.implementations.values() if runs(each, row)]
         if row.backward:
             peaks = {each.name: self.peak(each, x) for each in able}
             found["peak_gb"] = {name: peak for name, peak in peaks.items() if peak is not None}
@@ -142,6 +147,8 @@ class Bench:
         heads = sorted({0, row.heads // 2, row.heads - 1})[-self.heads_checked :]
         found, want = {}, {}
         for name, each in self.implementations.items():
+            if name == "fla_kept":  # the same arithmetic as fla
+                continue
             if each.has_states not in want:
                 part = self.given(x.with_heads(heads), each)
                 want[each.has_states] = exact(part, gradients=row.backward)
@@ -169,12 +176,14 @@ class Bench:
             return median_ms(calls, self.device, self.protocol)
 
     def peak(self, each: Any, x: Inputs) -> float | None:
-        """Most memory in use in forward and backward, inputs included."""
+        """Most memory in use at once in forward and backward, inputs and gradients included."""
         from kda_peers import forward_backward
 
         x = self.given(x, each)
         leaves = each.prepare(x)
-        return peak_gb(lambda: forward_backward(each.call, leaves, x), self.device)
+        given = [*leaves.values(), x.d_o, *([x.d_final] if each.has_states else [])]
+        growth = peak_growth(lambda: forward_backward(each.call, leaves, x), self.device)
+        return None if growth is None else (growth + sum(value.nbytes for value in given)) / 1e9
 
     def hard_checks(self, *, tiny: bool) -> list[dict[str, Any]]:
         """Errors of ours and of fla-core on hard inputs, all heads; 12 heads, of which each is a problem of its own."""

@@ -67,17 +67,18 @@ def replayed(calls: Calls) -> Callable[[], None]:
     return graph.replay
 
 
-def peak_gb(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Most memory that tensors held at once in one call, what was there before included; None without a GPU."""
+def peak_growth(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes that tensors held at most in one call beyond those before it; None without a GPU."""
     if device.type != "cuda":
         call()
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     kept = call()
     torch.cuda.synchronize()
     del kept
-    return torch.cuda.max_memory_allocated() / 1e9
+    return torch.cuda.max_memory_allocated() - before
 
 
 def copy_rate(device: torch.device, protocol: Protocol) -> float:
