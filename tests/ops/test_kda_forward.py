@@ -11,6 +11,7 @@ from kda_tile_formulas import prepare as exact_prepare
 from torch import Tensor
 
 from openk3.ops import KdaGate, recurrent_kda
+from openk3.ops.kda import fused
 from openk3.ops.kda.fused import Forward, fused_forward
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
@@ -95,7 +96,12 @@ def test_maps_and_fold() -> None:
     states = forward_scan(space, inputs["v"], inputs["state"], cut)[2]
     tiles, initial = table(lengths, part_tiles=2), inputs["state"].float()
     maps = scan_maps(narrowed(space), inputs["v"].float(), tiles.parts())
-    entering = fold(maps, tiles, initial)
+    entering = torch.full((tiles.num_parts, *initial.shape[1:]), torch.nan)
+    entering[list(tiles.sequence_parts[:-1])] = initial
+    low = 2  # in two steps, from within the second sequence
+    fold(maps[:low], entering, tiles, 0, low)
+    entering[low] = states[tiles.part_first[low]].mT
+    fold(maps[low:], entering, tiles, low, tiles.num_parts)
     assert torch.equal(entering[0], initial[0])
     assert off(entering[1:], states[list(tiles.part_first[1:-1])].mT) < 1e-6
     eye = torch.eye(16).expand(2, -1, -1)
@@ -127,6 +133,20 @@ def test_split_and_checkpoints(split: bool) -> None:
         assert off(state, run(recurrent_kda, part)[1][0]) < 5e-6
     other = forward(inputs, lengths, split=not split, part_tiles=2, checkpoints=checkpoints)
     assert off(got.entering_PHKV, other.entering_PHKV) < 5e-6
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_slabs(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces of a few tiles at a time: the same results, and the same maps."""
+    lengths, checkpoints = [100, 20, 0, 170], (40, 200)
+    inputs = kda_inputs(lengths, H=1, K=16, V=16)
+    want = forward(inputs, lengths, split=split, part_tiles=2, checkpoints=checkpoints)
+    assert off(want.o_THV, run(recurrent_kda, inputs, lengths)[0]) < 5e-6
+    monkeypatch.setattr(fused, "_SLAB_TILES", 5)
+    got = forward(inputs, lengths, split=split, part_tiles=2, checkpoints=checkpoints)
+    for name, value in vars(want).items():
+        other = getattr(got, name)
+        assert (other is None) == (value is None) and (value is None or off(other, value) < 5e-6), name
 
 
 def test_without_a_state_or_tokens() -> None:

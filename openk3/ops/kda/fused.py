@@ -10,7 +10,9 @@ from torch import Tensor
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
-from openk3.ops.kda.tiles import CHUNK, Tiles, tile_table
+from openk3.ops.kda.tiles import CHUNK, Span, Tiles, tile_table
+
+_SLAB_TILES = 2**17  # tiles times heads whose workspace is held at a time: 29 kB each
 
 # Microseconds on an H200 of a tile in the scan, of one in the scan for maps, and of joining parts: at all, and each.
 _SCAN, _MAP, _JOINS, _JOIN = 1.6, 1.3, 60.0, 2.0
@@ -35,15 +37,16 @@ def make_plan(
 ) -> Plan:
     """Plan for packed sequences: split where the device has more multiprocessors than there are heads to scan.
 
-    Parts have at most `part_tiles` tiles (None: any number). Remembered.
+    Parts have at most `part_tiles` tiles (None: as many as a workspace may hold). Remembered.
     """
     counts = [-(-(b - a) // CHUNK) for a, b in zip(bounds, bounds[1:])]
     multiprocessors = 0
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     best = split_tiles(counts, heads, multiprocessors)
-    limits = [x for x in (best, part_tiles) if x is not None]
-    tiles = tile_table(bounds, device, checkpoints=checkpoints, part_tiles=min(limits, default=None))
+    limits = [x for x in (best, part_tiles, max(1, _SLAB_TILES // max(1, heads))) if x is not None]
+    most = min(limits) if max(counts, default=0) > min(limits) else None
+    tiles = tile_table(bounds, device, checkpoints=checkpoints, part_tiles=most)
     return Plan(tiles, best is not None)
 
 
@@ -94,41 +97,79 @@ def fused_forward(
     tokens: contiguous q, k, v, decay logits, beta logits, as in `recurrent_kda`; state_NHKV contiguous, or None for
     zeros. `split` scans all parts at once, joined by their maps; otherwise each sequence is scanned in one go.
     """
-    q_THK, k_THK, v_THV, logit_THK, beta_TH = tokens
-    K, (_, H, V) = q_THK.shape[2], v_THV.shape
-    workspace = prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=tiles.sequences())
-
-    def states(rows: int) -> Tensor:
-        return torch.empty(rows, H, K, V, dtype=torch.float32, device=v_THV.device)
-
+    _, _, v_THV, _, _ = tokens
+    K, (_, H, V) = tokens[0].shape[2], v_THV.shape
     o_THV = torch.empty_like(v_THV)
-    if split and tiles.num_parts > tiles.num_sequences:
-        return _split_forward(workspace, v_THV, state_NHKV, tiles, o_THV)
-    saving = tiles.num_saved > tiles.num_sequences
-    saved = states(tiles.num_saved) if saving else None
-    final_NHKV = states(tiles.num_sequences)
-    scan(workspace, v_THV, tiles.sequences(), state_NHKV, ScanOutputs(o=o_THV, final=final_NHKV, saved=saved))
-    entering = state_NHKV
-    if saved is not None and tiles.num_parts > tiles.num_sequences:
+    slabs = _slabs(tiles, H, split)
+    if split or len(slabs) > 1:
+        return _forward_in_slabs(tokens, gate, state_NHKV, tiles, split=split, o_THV=o_THV, slabs=slabs)
+    span = tiles.sequences()
+    workspace = _prepare(tokens, gate, span)
+    final_NHKV = v_THV.new_empty(tiles.num_sequences, H, K, V, dtype=torch.float32)
+    saved, entering = None, state_NHKV
+    if tiles.num_saved > tiles.num_sequences:
+        saved = _saved_states(tiles, state_NHKV, final_NHKV)
         entering = saved[: tiles.num_parts]
-        first = final_NHKV.new_zeros(final_NHKV.shape) if state_NHKV is None else state_NHKV.float()
-        entering.index_copy_(0, tiles.first_part_N, first)
+    scan(workspace, v_THV, span, state_NHKV, ScanOutputs(o=o_THV, final=final_NHKV, saved=saved))
     return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, final_NHKV), entering)
 
 
-def _split_forward(
-    workspace: Workspace, v_THV: Tensor, state_NHKV: Tensor | None, tiles: Tiles, o_THV: Tensor
+def _forward_in_slabs(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    gate: KdaGate,
+    state_NHKV: Tensor | None,
+    tiles: Tiles,
+    *,
+    split: bool,
+    o_THV: Tensor,
+    slabs: list[tuple[int, int]],
 ) -> Forward:
-    span = tiles.parts()
-    maps = scan_maps(workspace, v_THV, span)
-    entering = fold(maps, tiles, state_NHKV)
-    leaving = torch.empty_like(entering)
-    saved = None
-    if tiles.checkpoint_rows:
-        saved = entering.new_empty(tiles.num_saved, *entering.shape[1:])
-    scan(workspace, v_THV, span, entering, ScanOutputs(o=o_THV, final=leaving, saved=saved))
-    final = leaving.index_select(0, tiles.last_part_N)
-    return Forward(o_THV, final, _checkpoints(tiles, saved, final), entering, maps)
+    """Slab by slab: each scans its parts at once, from states that earlier slabs left or that maps give."""
+    v_THV = tokens[2]
+    K, (_, H, V) = tokens[0].shape[2], v_THV.shape
+    leaving = v_THV.new_empty(tiles.num_parts, H, K, V, dtype=torch.float32)
+    saved = _saved_states(tiles, state_NHKV, leaving)
+    maps: list[Tensor] = []
+    for low, high in slabs:
+        span = tiles.slab(low, high)
+        workspace = _prepare(tokens, gate, span)
+        if split:
+            maps.append(scan_maps(workspace, v_THV, span))
+            fold(maps[-1], saved, tiles, low, high)
+        scan(workspace, v_THV, span, saved[low:high], ScanOutputs(o=o_THV, final=leaving[low:high], saved=saved))
+    final_NHKV = leaving.index_select(0, tiles.last_part_N)
+    joined = torch.cat(maps) if len(maps) > 1 else (maps[0] if maps else None)
+    return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, leaving), saved[: tiles.num_parts], joined)
+
+
+def _prepare(tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span) -> Workspace:
+    q_THK, k_THK, _, logit_THK, beta_TH = tokens
+    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span)
+
+
+def _slabs(tiles: Tiles, heads: int, split: bool) -> list[tuple[int, int]]:
+    """Parts [low, high) whose workspaces are held at a time: everything if it is not too large.
+
+    Otherwise as many parts as fit; and, unless maps join them, none whose entering state another one leaves.
+    """
+    room = _SLAB_TILES // max(1, heads)
+    if tiles.num_tiles <= room:
+        return [(0, tiles.num_parts)]
+    begins = set(tiles.sequence_parts)
+    slabs, low = [], 0
+    for part in range(1, tiles.num_parts):
+        if tiles.part_first[part + 1] - tiles.part_first[low] > room or not (split or part in begins):
+            slabs.append((low, part))
+            low = part
+    return [*slabs, (low, tiles.num_parts)]
+
+
+def _saved_states(tiles: Tiles, state_NHKV: Tensor | None, like: Tensor) -> Tensor:
+    """Room for the states that a scan saves, with those before sequences filled in."""
+    saved = like.new_empty(tiles.num_saved, *like.shape[1:])
+    if state_NHKV is None:
+        return saved.index_fill_(0, tiles.first_part_N, 0.0)
+    return saved.index_copy_(0, tiles.first_part_N, state_NHKV.float())
 
 
 def _checkpoints(tiles: Tiles, saved: Tensor | None, like: Tensor) -> Tensor:

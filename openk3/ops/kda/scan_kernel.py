@@ -77,17 +77,18 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     return maps
 
 
-def fold(maps: Tensor, tiles: Tiles, initial_NHKV: Tensor | None) -> Tensor:
-    """States entering every part [P, H, K, V] float32, from the maps of the parts and the states entering sequences."""
-    _, H, rows, K = maps.shape
-    V = rows - K
-    entering = torch.empty(tiles.num_parts, H, K, V, dtype=torch.float32, device=maps.device)
-    if entering.numel():
+def fold(maps: Tensor, entering_PHKV: Tensor, tiles: Tiles, low: int, high: int) -> None:
+    """Fill in the states entering parts low up to, not including, high, from the maps of these parts [high - low, ...].
+
+    entering [P, H, K, V] float32 of all parts: given for the first of the parts of each sequence, written for others.
+    """
+    _, H, K, V = entering_PHKV.shape
+    first, end = tiles.sequences_of(low, high)
+    if (end - first) * H:
         block = 16
-        fold_kernel[(tiles.num_sequences * H * (V // block),)](
-            *(maps, initial_NHKV, entering, tiles.parts_N, H), K=K, V=V, BV=block, num_warps=8, num_stages=2
+        fold_kernel[((end - first) * H * (V // block),)](
+            *(maps, entering_PHKV, tiles.parts_N[first:], low, high, H), K=K, V=V, BV=block, num_warps=8, num_stages=2
         )
-    return entering
 
 
 def scan_settings(V: int, arch: int) -> dict[str, int]:
@@ -214,18 +215,19 @@ def scan_kernel(
         tl.store(final_ptr + inner, state)
 
 
-@triton.jit(do_not_specialize=["H"], do_not_specialize_on_alignment=["parts_ptr"])
+@triton.jit(do_not_specialize=["H", "low", "high"], do_not_specialize_on_alignment=["parts_ptr"])
 def fold_kernel(
     maps_ptr,
-    initial_ptr,
     entering_ptr,
     parts_ptr,
+    low,
+    high,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """BV value channels of one head of one sequence: the state entering each of its parts."""
+    """BV value channels of one head of one sequence: the states entering its parts, from that entering the first."""
     blocks: tl.constexpr = V // BV
     heads = tl.cast(H, tl.int64)
     program = tl.program_id(0).to(tl.int64)
@@ -233,19 +235,16 @@ def fold_kernel(
     head = (program // blocks) % H
     sequence = program // blocks // H
     channel = tl.arange(0, K)
-    low = tl.load(parts_ptr + sequence)
-    high = tl.load(parts_ptr + sequence + 1)
+    first = tl.maximum(tl.load(parts_ptr + sequence), low)
+    last = tl.minimum(tl.load(parts_ptr + sequence + 1), high) - 1
     inner = channel[None, :] * V + value[:, None]
-    state = tl.zeros((BV, K), tl.float32)
-    if initial_ptr is not None:
-        state = tl.load(initial_ptr + (sequence * H + head) * (K * V) + inner).to(tl.float32)
-    for part in range(low, high):
-        at = part * heads + head
-        tl.store(entering_ptr + at * (K * V) + inner, state)
-        rows = maps_ptr + at * ((V + K) * K)
+    state = tl.load(entering_ptr + (first * heads + head) * (K * V) + inner)
+    for part in range(first, last):
+        rows = maps_ptr + ((part - low) * heads + head) * ((V + K) * K)
         transition = tl.load(rows + (V + channel[:, None]) * K + channel[None, :])
         written = tl.load(rows + value[:, None] * K + channel[None, :])
         state = tl.dot(state, transition, written, input_precision="tf32x3")
+        tl.store(entering_ptr + ((part + 1) * heads + head) * (K * V) + inner, state)
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -277,7 +276,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         {"initial_ptr": "*fp32", "r_ptr": "*bf16", "states_ptr": "*bf16"},
         {"final_ptr": "*fp32", "MAPS": True},
     )
-    folding = {"maps_ptr": "*fp32", "initial_ptr": "*fp32", "entering_ptr": "*fp32", "parts_ptr": "*i32:1"}
+    folding = {"maps_ptr": "*fp32", "entering_ptr": "*fp32", "parts_ptr": "*i32:1", "low": "i32", "high": "i32"}
     folding |= {"H": "i32", "K": 128, "V": 128, "BV": 16}
     cases = [(scan_kernel, given | nothing | variant, options) for variant in variants]
     return [*cases, (fold_kernel, folding, {"num_warps": 8, "num_stages": 2})]

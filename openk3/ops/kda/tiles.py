@@ -4,6 +4,7 @@ A tile never crosses the border of a sequence or a checkpoint. A part is a run o
 piece that one program scans when a sequence is split, and the piece whose entering state the backward pass starts from.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -84,6 +85,10 @@ class Tiles:
     def num_sequences(self) -> int:
         """N."""
         return len(self.bounds) - 1
+
+    def sequences_of(self, low: int, high: int) -> tuple[int, int]:
+        """First of the sequences that parts low up to, not including, high belong to, and the one behind the last."""
+        return bisect_right(self.sequence_parts, low) - 1, bisect_left(self.sequence_parts, high)
 
     def sequences(self) -> Span:
         """Everything, one run for each sequence."""
