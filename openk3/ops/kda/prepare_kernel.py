@@ -73,7 +73,7 @@ def prepare(
         *(bound, float(round(bound * C / 2)), K**-0.5, H),
     )
     if dtype == torch.bfloat16 and (K, C) == (128, 32) and _is_hopper(q_THK.device):
-        from openk3.ops.kda.tokens_gluon import launch
+        from openk3.ops.kda.prepare_gluon import launch
 
         launch(arguments, X * H, K=K, C=C)
     else:
