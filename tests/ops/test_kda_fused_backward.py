@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openk3.ops import KdaGate, recurrent_kda
 from openk3.ops.kda import fused_backward
+from openk3.ops.kda.fused import Plan
 from openk3.ops.kda.fused_backward import fused_kda
 from openk3.ops.kda.tiles import tile_table
 
@@ -56,11 +57,14 @@ def test_slabs(monkeypatch: pytest.MonkeyPatch, tiles: int, split: bool) -> None
     """However few tiles a slab has, and whether or not parts are scanned at once: gradients of the recurrence."""
     monkeypatch.setattr(fused_backward, "SLAB_TILES", 2 * tiles)
 
-    def plan(bounds: tuple[int, ...], q: Tensor, checkpoints: tuple[int, ...], grad: bool) -> fused_backward._Plan:
+    def plan(
+        bounds: tuple[int, ...], heads: int, device: torch.device, *, checkpoints: tuple[int, ...], part_tiles: int
+    ) -> Plan:
+        assert part_tiles == tiles
         part_tiles = max(1, tiles // 2) if split else tiles
-        return fused_backward._Plan(tile_table(bounds, q.device, checkpoints=checkpoints, part_tiles=part_tiles), split)
+        return Plan(tile_table(bounds, device, checkpoints=checkpoints, part_tiles=part_tiles), split)
 
-    monkeypatch.setattr(fused_backward, "_plan", plan)
+    monkeypatch.setattr(fused_backward, "make_plan", plan)
     lengths = [33, 0, 7, 170, 0]
     inputs = narrow(kda_inputs(lengths, H=2, K=16, V=16), torch.float32)
     want = run_with_gradients(recurrent_kda, {n: x.double() for n, x in inputs.items()}, lengths)
@@ -112,7 +116,7 @@ def test_gradients_with_checkpoints() -> None:
         return o, state
 
     want = run_with_gradients(recurrent_kda, {n: x.double() for n, x in inputs.items()})
-    assert_near(run_with_gradients(cut, inputs), want, 1e-5)
+    assert_near(run_with_gradients(cut, inputs), want, 1e-4)
 
 
 def test_frozen_gate_and_frozen_tokens() -> None:

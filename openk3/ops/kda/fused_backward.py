@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
-from openk3.ops.kda.fused import Forward, fused_forward
+from openk3.ops.kda.fused import Forward, Plan, fused_forward, make_plan
 from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients, gate_gradients, tile_gradients
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states
 from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
 from openk3.ops.kda.scan_kernel import ScanOutputs, scan
-from openk3.ops.kda.tiles import Span, Tiles, tile_table
+from openk3.ops.kda.tiles import Span
 from openk3.ops.sequences import sequence_bounds
 
 SLAB_TILES = 2**14  # tiles times heads of a slab: 32 kB each of states and of their gradients, and half of that besides
@@ -59,7 +59,9 @@ def fused_kda(
     parameters = (gate.A_log_H, gate.dt_bias_HK)
     given = (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH, *parameters, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    plan = _plan(bounds, q_THK, checkpoints or (), keep)
+    heads = q_THK.shape[1]
+    part_tiles = _room(heads) if keep else None
+    plan = make_plan(bounds, heads, q_THK.device, checkpoints=checkpoints or (), part_tiles=part_tiles)
     if keep and any(x.requires_grad for x in parameters):
         logit_THK = _GateParameters.apply(logit_THK, *parameters)
     q, k, v, logit, beta = (x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH))
@@ -72,20 +74,7 @@ def fused_kda(
     return results if checkpoints is not None else results[:2]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Tiles and parts, and whether parts are scanned at once."""
-
-    tiles: Tiles
-    split: bool
-
-
-def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], grad: bool) -> _Plan:
-    part_tiles = max(1, SLAB_TILES // max(1, q_THK.shape[1])) if grad else None
-    return _Plan(tile_table(bounds, q_THK.device, checkpoints=checkpoints, part_tiles=part_tiles), False)
-
-
-def _forward(plan: _Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | None) -> Forward:
+def _forward(plan: Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | None) -> Forward:
     with on_device(tokens[0]):
         return fused_forward(tokens, gate, state_NHKV, plan.tiles, split=plan.split)
 
@@ -118,7 +107,7 @@ class _FusedKda(torch.autograd.Function):
     """The core: gradients of the tokens and of the initial states, the gate's parameters being constants."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, gate: KdaGate, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, plan: Plan, gate: KdaGate, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tokens, state = inputs
         result = _forward(plan, gate, tuple(tokens), state)
         ctx.plan, ctx.lower_bound = plan, gate.lower_bound
@@ -151,7 +140,7 @@ class _FusedKda(torch.autograd.Function):
 class _Backward:
     """The backward pass of one call."""
 
-    plan: _Plan
+    plan: Plan
     tokens: Tokens
     gate: KdaGate
     entering_PHKV: Tensor | None
@@ -196,12 +185,17 @@ class _Backward:
         return d_leaving, None
 
 
-def _slabs(plan: _Plan, heads: int) -> Iterator[tuple[int, int]]:
+def _room(heads: int) -> int:
+    """Tiles that a slab holds."""
+    return max(1, SLAB_TILES // max(1, heads))
+
+
+def _slabs(plan: Plan, heads: int) -> Iterator[tuple[int, int]]:
     """Consecutive parts [low, high) of each slab, from the last to the first.
 
     A slab takes parts while it has room; unless parts are scanned at once, only one part of a sequence.
     """
-    tiles, room = plan.tiles, max(1, SLAB_TILES // max(1, heads))
+    tiles, room = plan.tiles, _room(heads)
     high = tiles.num_parts
     while high:
         sequence = bisect_right(tiles.sequence_parts, high - 1) - 1

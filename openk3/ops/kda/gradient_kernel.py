@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openk3.ops.kda.reference import KdaGate
+from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
 
 _PIECE = 256  # tokens that one program sums
@@ -49,7 +50,13 @@ def tile_gradients(
     q_THK, k_THK, _, logit_THK, beta_TH = tokens
     (_, H, K), V = q_THK.shape, scanned.r.shape[2]
     exact = scanned.inv.dtype == torch.float32
-    if span.num_tiles * H:
+    if span.num_tiles * H == 0:
+        return
+    if _suits_hopper(tokens, scanned, span):
+        from openk3.ops.kda import gradient_gluon
+
+        gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span)
+    else:
         gradient_kernel[(span.num_tiles * H,)](
             *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
             *(scanned.inv, scanned.r, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states),
@@ -59,8 +66,21 @@ def tile_gradients(
             V=V,
             C=span.chunk,
             EXACT=exact,
-            **settings(V),
+            **settings(K, V),
         )
+
+
+def _suits_hopper(tokens: tuple[Tensor, ...], scanned: Scanned, span: Span) -> bool:
+    """Whether the Gluon kernel takes these: it moves bfloat16 tiles of 128 channels by Hopper's copy engine."""
+    q, k, _, logit, _ = tokens
+    moved = (q, k, logit, scanned.r, scanned.d_o, scanned.d_v, scanned.states)
+    return (
+        q.is_cuda
+        and compute_capability(q.device) == 90
+        and q.shape[2] == scanned.r.shape[2] == 128
+        and span.chunk == 32
+        and all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in moved)
+    )
 
 
 def gate_gradients(logit_THK: Tensor, d_logit_THK: Tensor, dt_bias_HK: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +100,9 @@ def gate_gradients(logit_THK: Tensor, d_logit_THK: Tensor, dt_bias_HK: Tensor) -
     return d_slope.sum((0, 2)), d_bias.sum(0)
 
 
-def settings(V: int) -> dict[str, int]:
+def settings(K: int, V: int) -> dict[str, int]:
     """Block of value channels, and launch options."""
-    return {"BV": min(V, 64), "num_warps": 8, "num_stages": 2}
+    return {"BV": min(V, 16), "num_warps": max(4, K // 16), "num_stages": 2}
 
 
 @triton.jit
@@ -162,8 +182,8 @@ def gradient_kernel(
     live = c < length
     io = inv_ptr.dtype.element_ty
     inv = tl.load(inv_ptr + program * (C * C) + c[:, None] * C + c[None, :])
-    beta = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
-    beta = 1.0 / (1.0 + tl.exp2(beta * -1.4426950408889634))
+    beta_logit = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+    beta = 1.0 / (1.0 + tl.exp2(-beta_logit))
 
     d_mqk = tl.zeros([C, C], tl.float32)
     d_keys = tl.zeros([C, C], tl.float32)
@@ -252,7 +272,7 @@ def gradient_kernel(
     d_k += q * own[None, :]
     d_k = (d_k - k * tl.sum(d_k * k, 0)[None, :]) * (k_norm * size)[None, :]
     tl.store(d_k_ptr + keys + tokens, tl.trans(d_k.to(d_k_ptr.dtype.element_ty)), mask=live[:, None])
-    d_beta = along * (1.0 - beta)
+    d_beta = along / (1.0 + tl.exp2(beta_logit))
     tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
 
 
@@ -290,23 +310,9 @@ def gate_gradient_kernel(
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
-    options = settings(128)
-    tokens = (
-        "q",
-        "k",
-        "logit",
-        "beta",
-        "inv",
-        "r",
-        "d_v",
-        "d_o",
-        "states",
-        "d_states",
-        "d_q",
-        "d_k",
-        "d_logit",
-        "d_beta",
-    )
+    options = settings(128, 128)
+    tokens = ["q", "k", "logit", "beta", "inv", "r", "d_v", "d_o", "states", "d_states"]
+    tokens += ["d_q", "d_k", "d_logit", "d_beta"]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "EXACT": False}

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openk3.ops.kda.prepare_kernel import Workspace
+from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
 
 
@@ -31,7 +32,7 @@ def reverse_scan(
     """Scan each run of the span backward, from the gradient of the state leaving it (float32; None: zero)."""
     _, H, V = d_o_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
-    options = settings(V)
+    options = settings(V, compute_capability(d_o_THV.device))
     if runs * H == 0:
         return
     w, out = workspace, outputs
@@ -63,9 +64,9 @@ def reverse_fold(maps: Tensor, d_state_NHKV: Tensor, written_PHKV: Tensor, parts
         )
 
 
-def settings(V: int) -> dict[str, int]:
-    """Block of value channels, and launch options."""
-    return {"BV": min(V, 64), "num_warps": 4, "num_stages": 2}
+def settings(V: int, arch: int) -> dict[str, int]:
+    """Block of value channels, and launch options, for a compute capability such as 90."""
+    return {"BV": min(V, 64), "num_warps": 4 if arch == 90 or V < 64 else 8, "num_stages": 2}
 
 
 @triton.jit(
@@ -184,10 +185,16 @@ def reverse_fold_kernel(
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
-    options = settings(128)
+    options = settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr"), "*bf16")
-    given |= {"decay_ptr": "*fp32", "beta_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1", "first_ptr": "*i32:1"}
+    given |= {
+        "decay_ptr": "*fp32",
+        "beta_ptr": "*fp32",
+        "start_ptr": "*i32:1",
+        "length_ptr": "*i32:1",
+        "first_ptr": "*i32:1",
+    }
     given |= {"tile_low": "i32", "H": "i32"} | shape
     variants = (
         {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": "*fp32"},

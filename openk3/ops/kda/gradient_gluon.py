@@ -1,0 +1,383 @@
+"""Gluon kernel of the gradients inside KDA tiles for Hopper: the arithmetic of the Triton kernel, with every layout chosen.
+
+Everything that has K channels is held transposed, [K, C], as accumulators of asynchronous products lie: there running
+sums over tokens stay within four neighbouring lanes, and a converted accumulator is the left operand of the next product
+without leaving its registers. All inputs of a tile arrive in shared memory by the copy engine, all at once.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from openk3.ops.kda.gluon_launch import block_type, launch, matrix
+from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients
+from openk3.ops.kda.reference import KdaGate
+from openk3.ops.kda.tiles import Span
+
+
+def tile_gradients(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    gate: KdaGate,
+    scanned: Scanned,
+    out: TokenGradients,
+    *,
+    span: Span,
+) -> None:
+    """As `gradient_kernel.tile_gradients`, for bfloat16 and K = V = 128."""
+    q, k, _, logit, beta = tokens
+    (_, H, K), V, C = q.shape, scanned.r.shape[2], span.chunk
+    if span.num_tiles * H == 0:
+        return
+    rows = [matrix(x, H * K, (C, K)) for x in (q, k, logit, out.d_q, out.d_k, out.d_logit)]
+    values = [matrix(x, H * V, (C, V)) for x in (scanned.r, scanned.d_o, scanned.d_v)]
+    states = [matrix(x, K, (V, K)) for x in (scanned.states, scanned.d_states)]
+    arguments = [*rows, *values, *states, out.d_q, out.d_k, out.d_logit, out.d_beta]
+    arguments += [beta, gate.A_log_H, gate.dt_bias_HK, scanned.inv, span.start_X, span.length_X]
+    arguments += [span.token_low, gate.lower_bound, K**-0.5, H]
+    launch(gradient_kernel, span.num_tiles * H, arguments, {"K": K, "V": V, "C": C}, settings())
+
+
+def settings() -> dict[str, int]:
+    """Launch options: two blocks on a multiprocessor."""
+    return {"num_warps": 8, "maxnreg": 128}
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _running(x):
+    """Sums over all tokens up to each, x [K, C]: with its rows in another order x is laid out in blocks."""
+    K: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    blocks: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])
+    y = x.reshape([K // 16, 2, 8, C]).permute([1, 0, 2, 3]).reshape([K, C])
+    y = gl.associative_scan(gl.convert_layout(y, blocks, assert_trivial=True), 1, _add)
+    y = y.reshape([2, K // 16, 8, C]).permute([1, 0, 2, 3]).reshape([K, C])
+    return gl.convert_layout(y, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _later_sums(x, ones_s, acc):
+    """acc plus sums over all tokens from each on, x [K, C] in two bfloat16 parts: a product with a triangle of ones."""
+    left: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
+    part = x.to(gl.bfloat16)
+    acc = warpgroup_mma(gl.convert_layout(part, left), ones_s, acc, is_async=True)
+    rest = (x - part.to(gl.float32)).to(gl.bfloat16)
+    acc = warpgroup_mma(gl.convert_layout(rest, left), ones_s, acc, is_async=True)
+    return warpgroup_mma_wait(0, (acc,))
+
+
+@gluon.jit
+def _exponent(logit_s, a_log_ptr, bias_ptr, head):
+    """What the gate's sigmoid takes, [K, C], and the slope of that in the logit."""
+    C: gl.constexpr = logit_s.shape[0]
+    K: gl.constexpr = logit_s.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])
+    slope = gl.exp2(gl.load(a_log_ptr + head).to(gl.float32) * 1.4426950408889634)
+    channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
+    shift = gl.load(bias_ptr + head * K + channel).to(gl.float32) * slope
+    return logit_s.permute((1, 0)).load(layout).to(gl.float32) * slope + shift[:, None], slope
+
+
+@gluon.jit
+def _column_sums(x, scratch_s):
+    """Sums over channels of x [K, C], by way of shared memory: a warp for every few tokens."""
+    K: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([K // 8, 1], [8, 4], [1, C // 4], [0, 1])
+    scratch_s.store(x)
+    return gl.sum(scratch_s.load(layout), 0)
+
+
+@gluon.jit
+def _row(buffer, norm, layout: gl.constexpr):
+    """Normalised rows, [K, C]."""
+    return buffer.permute((1, 0)).load(layout).to(gl.float32) * norm.load(gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _cleared(buffer, length, layout: gl.constexpr):
+    """Zero the rows of a tile that belong to other tokens, whatever they hold."""
+    C: gl.constexpr = buffer.shape[0]
+    live = gl.arange(0, C, layout=gl.SliceLayout(1, layout)) < length
+    x = buffer.load(layout)
+    buffer.store(gl.where(live[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _put(x, buffer, out_d, out_ptr, start, length, head, H):
+    """Write x^T, [K, C], to the tokens of a tile: by the copy engine, or one by one where the tile is cut."""
+    K: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    if length == C:
+        buffer.permute((1, 0)).store(x)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(out_d, [start, head * K], buffer)
+    else:
+        layout: gl.constexpr = x.type.layout
+        c = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+        channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
+        rows = ((start.to(gl.int64) + c) * H + head) * K
+        gl.store(out_ptr + rows[None, :] + channel[:, None], x, mask=(c < length)[None, :])
+
+
+@gluon.jit(
+    do_not_specialize=["H", "token_low"],
+    do_not_specialize_on_alignment=["start_ptr", "length_ptr"],
+)
+def gradient_kernel(
+    q_d,
+    k_d,
+    logit_d,
+    d_q_d,
+    d_k_d,
+    d_logit_d,
+    r_d,
+    d_o_d,
+    d_v_d,
+    states_d,
+    d_states_d,
+    d_q_ptr,
+    d_k_ptr,
+    d_logit_ptr,
+    d_beta_ptr,
+    beta_ptr,
+    a_log_ptr,
+    bias_ptr,
+    inv_ptr,
+    start_ptr,
+    length_ptr,
+    token_low,
+    bound,
+    scale,
+    H,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+):
+    """One tile of one head; rows of r are counted from token_low."""
+    io: gl.constexpr = gl.bfloat16
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])  # [K, C]
+    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    square: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 4], [16, 8])  # [C, C] and [C, V]
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    over_c: gl.constexpr = gl.SliceLayout(0, wide)
+    over_k: gl.constexpr = gl.SliceLayout(1, wide)
+    program = gl.program_id(0)
+    tile = program // H
+    head = program % H
+    start = gl.load(start_ptr + tile)
+    length = gl.load(length_ptr + tile)
+
+    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    r_s = gl.allocate_shared_memory(io, [C, V], r_d.layout)
+    d_o_s = gl.allocate_shared_memory(io, [C, V], d_o_d.layout)
+    d_r_s = gl.allocate_shared_memory(io, [C, V], d_v_d.layout)
+    states_s = gl.allocate_shared_memory(io, [V, K], states_d.layout)
+    d_states_s = gl.allocate_shared_memory(io, [V, K], d_states_d.layout)
+    q_s = gl.allocate_shared_memory(io, [C, K], q_d.layout)
+    k_s = gl.allocate_shared_memory(io, [C, K], k_d.layout)
+    logit_s = gl.allocate_shared_memory(io, [C, K], logit_d.layout)
+    mbarrier.expect(bars.index(0), 6 * C * V)
+    tma.async_copy_global_to_shared(r_d, [start - token_low, head * V], bars.index(0), r_s)
+    tma.async_copy_global_to_shared(d_o_d, [start, head * V], bars.index(0), d_o_s)
+    tma.async_copy_global_to_shared(d_v_d, [start, head * V], bars.index(0), d_r_s)
+    mbarrier.expect(bars.index(1), 4 * V * K)
+    tma.async_copy_global_to_shared(states_d, [program * V, 0], bars.index(1), states_s)
+    tma.async_copy_global_to_shared(d_states_d, [program * V, 0], bars.index(1), d_states_s)
+    mbarrier.expect(bars.index(2), 6 * C * K)
+    tma.async_copy_global_to_shared(logit_d, [start, head * K], bars.index(2), logit_s)
+    tma.async_copy_global_to_shared(q_d, [start, head * K], bars.index(2), q_s)
+    tma.async_copy_global_to_shared(k_d, [start, head * K], bars.index(2), k_s)
+
+    # The gate, and the norms of the rows.
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
+    none = gl.zeros([C, C], gl.float32, layout=square)
+    zero = gl.zeros([K, C], gl.float32, layout=wide)
+    live = gl.arange(0, C, layout=over_c) < length
+    mbarrier.wait(bars.index(2), 0)
+    if length < C:
+        _cleared(q_s, length, rows)
+        _cleared(k_s, length, rows)
+    gl.thread_barrier()
+    x, _ = _exponent(logit_s, a_log_ptr, bias_ptr, head)
+    gate = (bound * 1.4426950408889634) / (1.0 + gl.exp2(x * -1.4426950408889634))
+    gate = gl.where(live[None, :], gate, zero)
+    middle = 0.5 * gl.sum(gate, 1)
+    total = _running(gate) - middle[:, None]
+
+    k = k_s.load(rows).to(gl.float32)
+    k_scale = gl.rsqrt(gl.sum(k * k, 1) + 1e-6)
+    q = q_s.load(rows).to(gl.float32)
+    q_scale = gl.rsqrt(gl.sum(q * q, 1) + 1e-6)
+
+    # Products among values.
+    first: gl.constexpr = gl.DotOperandLayout(0, square, 2)
+    second: gl.constexpr = gl.DotOperandLayout(1, square, 2)
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, first))
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, first))
+    inv = gl.load(inv_ptr + program.to(gl.int64) * (C * C) + i[:, None] * C + j[None, :])
+    mbarrier.wait(bars.index(0), 0)
+    if length < C:
+        _cleared(r_s, length, rows)
+        _cleared(d_o_s, length, rows)
+        _cleared(d_r_s, length, rows)
+    token = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
+    beta = gl.load(beta_ptr + (start.to(gl.int64) + token) * H + head, mask=token < length, other=0.0).to(gl.float32)
+    beta = 1.0 / (1.0 + gl.exp2(beta * -1.4426950408889634))
+    r = r_s.load(rows).to(gl.float32)
+    along = gl.sum(d_r_s.load(rows).to(gl.float32) * r, 1)
+    r_s.store((r * beta[:, None]).to(io))
+    write = mma_v2(inv, r_s.load(second), gl.zeros([C, V], gl.float32, layout=square)).to(io)
+    r_s.store(write)
+    fence_async_shared()
+    write_t = r_s.permute((1, 0)).load(second)
+    d_mqk = mma_v2(d_o_s.load(first), write_t, none)
+    d_keys = mma_v2(d_r_s.load(first), write_t, none)
+
+    # Products with the states.
+    gl.thread_barrier()
+    mbarrier.wait(bars.index(1), 0)
+    states_t = states_s.permute((1, 0))
+    d_kr = warpgroup_mma(d_states_s.permute((1, 0)), r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    columns: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 8], [1, 0])
+    both = gl.zeros([16, K], gl.float32, layout=columns)
+    for n in gl.static_range(V // 16):
+        part = states_s.slice(16 * n, 16).load(columns).to(gl.float32)
+        both += part * d_states_s.slice(16 * n, 16).load(columns).to(gl.float32)
+    carried = gl.convert_layout(gl.sum(both, 0), over_k)
+
+    # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
+    # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
+    # gradients may be tiny: products are taken relative to the largest.
+    below = row[:, None] > column[None, :]
+    own = gl.sum(gl.where(row[:, None] == column[None, :], d_mqk, none), 1)
+    d_mqk = gl.where(below, d_mqk, none)
+    d_keys = gl.where(below, -d_keys, none)
+    size = gl.max(gl.max(gl.maximum(gl.abs(d_mqk), gl.abs(d_keys)), 1), 0)
+    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(size, 1e-36))))
+    shrink = 1.0 / size
+    d_mqk = (d_mqk * shrink).to(io)
+    d_keys = (d_keys * shrink).to(io)
+    half = gl.exp2(middle)
+    d_kr = warpgroup_mma_wait(0, (d_kr,))
+    r_s._keep_alive()
+    d_states_s._keep_alive()
+    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    d_mqk_s = gl.allocate_shared_memory(io, [C, C], small)
+    d_keys_s = gl.allocate_shared_memory(io, [C, C], small)
+    k_norm = gl.allocate_shared_memory(gl.float32, [C], line)
+    q_norm = gl.allocate_shared_memory(gl.float32, [C], line)
+    own_s = gl.allocate_shared_memory(gl.float32, [C], line)
+    along_s = gl.allocate_shared_memory(gl.float32, [C], line)
+    dots_s = gl.allocate_shared_memory(gl.float32, [C], line)
+    carried_s = gl.allocate_shared_memory(gl.float32, [K], line)
+    ones_s = gl.allocate_shared_memory(io, [C, C], small)
+    ones_s.store(gl.where(row[:, None] >= column[None, :], 1.0, none).to(io))
+    d_mqk_s.store(d_mqk)
+    d_keys_s.store(d_keys)
+    own_s.store(own * (shrink * scale))
+    along_s.store(along)
+    fence_async_shared()
+    total_s = gl.allocate_shared_memory(gl.float32, [K, C], gl.NVMMASharedLayout.get_default_for([K, C], gl.float32))
+    total_s.store(total)
+    scratch_s = gl.allocate_shared_memory(gl.float32, [K, C], total_s.layout)
+    k_norm.store(k_scale)
+    q_norm.store(q_scale)
+    d_kr = d_kr * shrink * half[:, None]
+
+    # Products inside the tile. Gradients of decayed rows become those of the rows themselves as soon as they are whole;
+    # those of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay up
+    # to the one and takes from that up to the other cancels exactly where it should.
+    ki = (_row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))).to(io)
+    carried_s.store(carried * shrink * half * half + gl.sum(d_kr * ki.to(gl.float32), 1))
+    inside = warpgroup_mma(gl.convert_layout(ki, left), d_keys_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    inside = warpgroup_mma_wait(0, (inside,))
+    kd = (_row(k_s, k_norm, wide) * gl.exp2(total_s.load(wide))).to(io)
+    reads = _column_sums(inside * kd.to(gl.float32), scratch_s) * size
+    token = gl.arange(0, C, layout=reads.type.layout)
+    at = beta_ptr + (start.to(gl.int64) + token) * H + head
+    beta = gl.load(at, mask=token < length, other=0.0).to(gl.float32)
+    reads = (along_s.load(reads.type.layout) + reads) / (1.0 + gl.exp2(beta * 1.4426950408889634))
+    at = d_beta_ptr + (start.to(gl.int64) + token) * H + head
+    gl.store(at, reads.to(d_beta_ptr.dtype.element_ty), mask=token < length)
+    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    d_kd = warpgroup_mma_wait(0, (d_kd,))
+    d_r_s._keep_alive()
+    d_kd = inside - d_kd * shrink * half[:, None]
+    scratch_s.store(d_kd * kd.to(gl.float32))
+    d_k = d_kd * gl.exp2(total_s.load(wide))
+    d_ki = warpgroup_mma(gl.convert_layout(kd, left), d_keys_s, d_kr, is_async=True)
+    qd = (_row(q_s, q_norm, wide) * (gl.exp2(total_s.load(wide)) * scale)).to(io)
+    d_ki = warpgroup_mma(gl.convert_layout(qd, left), d_mqk_s, d_ki, is_async=True)
+    d_ki = warpgroup_mma_wait(0, (d_ki,))
+    d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    down = gl.exp2(-total_s.load(wide))
+    ki = (_row(k_s, k_norm, wide) * down).to(io)
+    scratch_s.store(scratch_s.load(wide) - d_ki * ki.to(gl.float32))
+    d_k += d_ki * down
+    d_qd = warpgroup_mma_wait(0, (d_qd,))
+    states_s._keep_alive()
+    d_o_s._keep_alive()
+    parked_s = gl.allocate_shared_memory(gl.float32, [K, C], total_s.layout)
+    parked_s.store(d_k)
+    d_qd = d_qd * shrink * half[:, None]
+    d_qd = warpgroup_mma(gl.convert_layout(ki, left), d_mqk_s.permute((1, 0)), d_qd, is_async=True)
+    d_qd = warpgroup_mma_wait(0, (d_qd,))
+    d_mqk_s._keep_alive()
+    d_keys_s._keep_alive()
+    up = gl.exp2(total_s.load(wide)) * scale
+    qd = (_row(q_s, q_norm, wide) * up).to(io)
+    d_log = scratch_s.load(wide) + d_qd * qd.to(gl.float32)
+    d_q = d_qd * up
+    d_log = _later_sums(d_log, ones_s, zero + carried_s.load(over_k)[:, None])
+    ones_s._keep_alive()
+    x, slope = _exponent(logit_s, a_log_ptr, bias_ptr, head)
+    tail = gl.exp2(gl.abs(x) * -1.4426950408889634)
+    share = 1.0 / (1.0 + tail)
+    d_logit = d_log * (tail * share * share) * (slope * bound * size)
+    _put(d_logit.to(io), logit_s, d_logit_d, d_logit_ptr, start, length, head, H)
+    q = _row(q_s, q_norm, wide)
+    k = _row(k_s, k_norm, wide)
+    own = own_s.load(over_c)[None, :]
+    d_k = parked_s.load(wide) + q * own
+    dots_s.store(_column_sums(d_k * k, scratch_s))
+    d_k = (d_k - k * dots_s.load(over_c)[None, :]) * (k_norm.load(over_c) * size)[None, :]
+    d_q = d_q + k * own
+    dots_s.store(_column_sums(d_q * q, scratch_s))
+    d_q = (d_q - q * dots_s.load(over_c)[None, :]) * (q_norm.load(over_c) * size)[None, :]
+    _put(d_k.to(io), k_s, d_k_d, d_k_ptr, start, length, head, H)
+    _put(d_q.to(io), q_s, d_q_d, d_q_ptr, start, length, head, H)
+    tma.store_wait(0)
+
+
+def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """What the launcher compiles at K = V = 128 in bfloat16, for Hopper."""
+    assert arch == 90
+    tile, state = block_type((32, 128)), block_type((128, 128))
+    given: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "logit_d", "d_q_d", "d_k_d", "d_logit_d"), tile)
+    given |= dict.fromkeys(("r_d", "d_o_d", "d_v_d"), tile) | dict.fromkeys(("states_d", "d_states_d"), state)
+    given |= dict.fromkeys(("d_q_ptr", "d_k_ptr", "d_logit_ptr", "d_beta_ptr", "beta_ptr", "inv_ptr"), "*bf16")
+    given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
+    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
+    return [(gradient_kernel, given, settings())]
