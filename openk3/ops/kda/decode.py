@@ -90,7 +90,7 @@ def step_kda(
     parameters = (gate.A_log_H, gate.dt_bias_HK, state_NHKV)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *parameters))
     if wants_gradients or not _has_kernels(q_NHK, state_NHKV):
-        return _step(q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH, gate, state_NHKV)
+        return _step(tokens, gate, state_NHKV)
     from openk3.ops.kda import decode_launch
 
     state_NHKV = at_least_float32(state_NHKV).contiguous()
@@ -121,9 +121,8 @@ def step_kda_in_place(
         return decode_launch.step(tokens, gate, state_SHKV, slot_N, state_SHKV)
     live = slot_N >= 0
     slots = slot_N[live].long()
-    q, k, v, decay_logit, beta_logit = (x[live] for x in tokens)
     o_NHV = torch.zeros_like(v_NHV)
-    o_NHV[live], state = _step(q, k, v, decay_logit, beta_logit, gate, state_SHKV[slots])
+    o_NHV[live], state = _step(tuple(x[live] for x in tokens), gate, state_SHKV[slots])
     state_SHKV[slots] = state.to(state_SHKV.dtype)
     return o_NHV
 
@@ -224,16 +223,9 @@ def _has_kernels(x: Tensor, state_SHKV: Tensor) -> bool:
     return pick("kda", x, channels=state_SHKV.shape[2:]) != "reference"
 
 
-def _step(
-    q_NHK: Tensor,
-    k_NHK: Tensor,
-    v_NHV: Tensor,
-    decay_logit_NHK: Tensor,
-    beta_logit_NH: Tensor,
-    gate: KdaGate,
-    state_NHKV: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _step(tokens: tuple[Tensor, ...], gate: KdaGate, state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
     """`step_kda` by its definition."""
+    q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH = tokens
     q = l2_norm(q_NHK, scale=q_NHK.shape[-1] ** -0.5).unsqueeze(-2)
     k = l2_norm(k_NHK).unsqueeze(-2)
     alpha = kda_gate(decay_logit_NHK, gate).exp().unsqueeze(-1)
@@ -267,6 +259,6 @@ def _step_pool(
         tokens.append(y)
     heads = weights.gate.dt_bias_HK.shape[0]
     q, k, v, decay = (x.unflatten(-1, (heads, -1)) for x in (*tokens, decay_logit))
-    o, state = _step(q, k, v, decay, beta_logit, weights.gate, pool.state_SHKV[slots])
+    o, state = _step((q, k, v, decay, beta_logit), weights.gate, pool.state_SHKV[slots])
     into.state_SHKV[slots] = state.to(into.state_SHKV.dtype)
     return o.new_zeros(len(slot_N), *o.shape[1:]).index_put((live,), o)

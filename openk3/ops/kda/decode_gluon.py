@@ -1,4 +1,4 @@
-"""Gluon twins of the decoding kernels, for 128 channels: a warp owns 32 value channels, so sums over keys stay inside it.
+"""Gluon twins of the decoding kernels, for 128 channels: a warp owns 32 value channels and sums over keys by itself.
 
 q, k, v and the decay logits of a token are the rows of one tile, a warp each: convolution, norms and gate need no word
 between warps. Products enter sums only where it is written (fma), and every kernel sums in the same order: a state does
@@ -48,13 +48,8 @@ def _of_row(row, first, second, third, fourth):
 @gluon.jit
 def _token_ptr(tokens, strides, at, row, channel):
     """[4, K] q, k, v and decay logits of a token."""
-    return channel + _of_row(
-        row,
-        tokens[0] + at * strides[0],
-        tokens[1] + at * strides[1],
-        tokens[2] + at * strides[2],
-        tokens[3] + at * strides[3],
-    )
+    q_ptr, k_ptr = tokens[0] + at * strides[0], tokens[1] + at * strides[1]
+    return channel + _of_row(row, q_ptr, k_ptr, tokens[2] + at * strides[2], tokens[3] + at * strides[3])
 
 
 @gluon.jit
