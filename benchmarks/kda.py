@@ -30,12 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from kda_inputs import Inputs, errors, exact, hard_cases, random_inputs, take_heads  # noqa: E402
 from kda_report import COLUMNS, markdown, print_row, worse_than_fla  # noqa: E402
-from kda_timing import Protocol, copy_rate, median_ms, peak_growth  # noqa: E402
+from kda_timing import Protocol, copy_rate  # noqa: E402
 
 VARLEN = {"1300+547+2048+963+271+3063": (1300, 547, 2048, 963, 271, 3063), "8x1024": (1024,) * 8}
-ROTATED_BYTES = 200e6
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,6 @@ def small(row: Work | DecodeWork) -> Work | DecodeWork:
     return replace(row, lengths=tuple(1 + n % 37 for n in row.lengths), heads=2, width=16, goal_ms=None)
 
 
-def runs(each: Any, row: Work) -> bool:
-    """Whether an implementation has what a row measures; keeping intermediates matters only to a backward pass."""
-    return each.has_gradients if row.backward else each.name != "fla_kept"
-
-
 @dataclass(frozen=True)
 class Bench:
     """What a run measures with."""
@@ -122,81 +115,10 @@ class Bench:
             from kda_decode import measure_decode
 
             return measure_decode(row, list(self.implementations), self.device, self.protocol)
-        x = self.inputs(row, 0)
-        found: dict[str, Any] = {"errors": self.errors(row, x), "times": {}, "peak_gb": {}}
-        if self.protocol is None:
-            return found
-        able = [each for each in self.implementations.values() if runs(each, row)]
-        if row.backward:
-            peaks = {each.name: self.peak(each, x) for each in able}
-            found["peak_gb"] = {name: peak for name, peak in peaks.items() if peak is not None}
-        size = sum(value.nbytes for value in x.leaves().values())
-        turns = 1 if size > ROTATED_BYTES or self.device.type != "cuda" else 1 + int(ROTATED_BYTES // size)
-        sets = [x, *(self.inputs(row, seed) for seed in range(1, turns))]
-        for each in able:
-            found["times"][each.name] = self.time(each, row, sets)
-        return found
+        from kda_operator import measure_operator
 
-    def inputs(self, row: Work, seed: int) -> Inputs:
-        """Fresh inputs of a row."""
-        seed += 1000 * (sum(row.lengths) + row.heads)
-        return random_inputs(row.lengths, row.heads, row.width, device=self.device, seed=seed)
-
-    def errors(self, row: Work, x: Inputs) -> dict[str, dict[str, float]]:
-        """Of outputs, final states and gradients, on the first, the last and a middle head."""
-        heads = sorted({0, row.heads // 2, row.heads - 1})[-self.heads_checked :]
-        found, want = {}, {}
-        for name, each in self.implementations.items():
-            if name == "fla_kept":  # the same arithmetic as fla
-                continue
-            if each.has_states not in want:
-                part = self.given(x.with_heads(heads), each)
-                want[each.has_states] = exact(part, gradients=row.backward)
-            given = self.given(x, each)
-            got = each.results(given, gradients=row.backward and each.has_gradients)
-            found[name] = errors(take_heads(got, heads), want[each.has_states])
-        return found
-
-    @staticmethod
-    def given(x: Inputs, each: Any) -> Inputs:
-        """The inputs, without states for an implementation that has none."""
-        return x if each.has_states else x.without_states()
-
-    def time(self, each: Any, row: Work, sets: list[Inputs]) -> float:
-        """Median milliseconds of one implementation."""
-        from kda_peers import forward_backward
-
-        ready = [(each.prepare(x), x) for x in (self.given(x, each) for x in sets)]
-        assert self.protocol is not None
-        if row.backward:
-            calls = [lambda leaves=leaves, x=x: forward_backward(each.call, leaves, x) for leaves, x in ready]
-            return median_ms(calls, self.device, self.protocol)
-        with torch.no_grad():
-            calls = [lambda leaves=leaves, x=x: each.call(leaves, x) for leaves, x in ready]
-            return median_ms(calls, self.device, self.protocol)
-
-    def peak(self, each: Any, x: Inputs) -> float | None:
-        """Most memory in use at once in forward and backward, inputs and gradients included."""
-        from kda_peers import forward_backward
-
-        x = self.given(x, each)
-        leaves = each.prepare(x)
-        given = [*leaves.values(), x.d_o, *([x.d_final] if each.has_states else [])]
-        growth = peak_growth(lambda: forward_backward(each.call, leaves, x), self.device)
-        return None if growth is None else (growth + sum(value.nbytes for value in given)) / 1e9
-
-    def hard_checks(self, *, tiny: bool) -> list[dict[str, Any]]:
-        """Errors of ours and of fla-core on hard inputs, all heads; 12 heads, of which each is a problem of its own."""
-        found = []
-        compared = [name for name in ("ours", "fla") if name in self.implementations]
-        for name, case in hard_cases().items():
-            if tiny:
-                case = case | {"lengths": tuple(n % 37 for n in case["lengths"])}
-            x = random_inputs(**case, heads=2 if tiny else 12, width=16 if tiny else 128, device=self.device, seed=7)
-            want = exact(x, gradients=True)
-            each = {key: errors(self.implementations[key].results(x, gradients=True), want) for key in compared}
-            found.append({"work": name, "errors": each})
-        return found
+        measured = (self.implementations, self.device, self.protocol)
+        return measure_operator(row, *measured, heads_checked=self.heads_checked)
 
 
 def record(row: Work | DecodeWork, found: dict[str, Any], rate: float) -> dict[str, Any]:
@@ -287,14 +209,19 @@ def main(arguments: list[str] | None = None) -> int:
     for row in [small(row) for row in rows] if options.small else rows:
         results["rows"].append(record(row, bench.measure(row), rate))
         print_row(results["rows"][-1])
+        if not options.check_only:  # what is measured is kept if a later row breaks the process
+            written(results, options.out)
     if "" in options.rows:
-        results["checks"] = bench.hard_checks(tiny=options.small)
+        from kda_operator import hard_checks
+
+        results["checks"] = hard_checks(implementations, device, tiny=options.small)
     print("\n" + markdown(results))
     if not options.check_only:
         print(f"written to {written(results, options.out)}")
     bad = worse_than_fla(results)
     print("\n".join(bad) or "no result of ours is further from float64 than fla-core's")
-    return int(bool(bad) or "ours" in missing)
+    rows = [*results["rows"], *results["checks"]]
+    return int(bool(bad) or "ours" in missing or any("ours" in row.get("failed", {}) for row in rows))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from kda_inputs import errors
+from kda_operator import Found
 from kda_timing import Protocol, all_of, median_ms, replayed
 from torch import Tensor
 
@@ -155,13 +156,16 @@ def step_bytes(batch: int, heads: int, width: int, fused: bool) -> int:
 
 def measure_decode(work: Any, names: list[str], device: torch.device, protocol: Protocol | None) -> dict[str, Any]:
     """One row: errors of every implementation, and unless `protocol` is None its times."""
-    steps = random_steps(work.batch, work.heads, work.width, device, seed=work.batch)
-    row: dict[str, Any] = {"errors": {}, "eager_ms": {}, "times": {}}
+    steps, found = random_steps(work.batch, work.heads, work.width, device, seed=work.batch), Found()
+    eager: dict[str, float] = {}
+
+    def measure(name: str, step: Step) -> None:
+        found.errors[name] = step_errors(step, work.fused, steps)
+        if protocol is not None:
+            times = step_times(step, steps, device, protocol)
+            found.times[name], eager[name] = times["graph"], times["eager"]
+
     with torch.no_grad():
         for name, by_kind in decode_steps(names).items():
-            step = by_kind[work.fused]
-            row["errors"][name] = step_errors(step, work.fused, steps)
-            if protocol is not None:
-                times = step_times(step, steps, device, protocol)
-                row["times"][name], row["eager_ms"][name] = times["graph"], times["eager"]
-    return row
+            found.attempt(name, lambda name=name, step=by_kind[work.fused]: measure(name, step))
+    return vars(found) | {"eager_ms": eager}

@@ -87,7 +87,8 @@ def markdown(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [f"# KDA kernels on {results['gpu']}, {results['date']}", ""]
     lines += [f"Commit {results['commit']}; {versions}; copy rate {results['copy_tb_s']:.2f} TB/s.", ""]
-    lines += [f"{TITLES[name]} was left out: {reason}" for name, reason in results["left_out"].items()]
+    for name, reason in results["left_out"].items():
+        lines += [f"{TITLES[name]} was left out: {reason}", ""]
     kept = [row for row in results["rows"] if row.get("fla_kept_ms") is not None and row.get("peak_gb")]
     parts = [
         times_table(results["rows"]),
@@ -97,6 +98,9 @@ def markdown(results: dict[str, Any]) -> str:
         errors_table(results["rows"]),
         errors_table(results["checks"]),
     ]
+    for row in [*results["rows"], *results["checks"]]:
+        for name, why in row.get("failed", {}).items():
+            lines += [f"{row['work']}: {TITLES[name]} failed: {why}", ""]
     for part in parts:
         lines += [*part, ""] if part else []
     return "\n".join(lines).rstrip() + "\n"
