@@ -1,8 +1,10 @@
-"""Gluon kernel of the gradients inside KDA tiles for Hopper: the arithmetic of the Triton kernel, with every layout chosen.
+"""Gluon kernel of the gradients inside KDA tiles for Hopper: the arithmetic of the Triton one, with layouts chosen.
 
 Everything that has K channels is held transposed, [K, C], as accumulators of asynchronous products lie: there running
-sums over tokens stay within four neighbouring lanes, and a converted accumulator is the left operand of the next product
-without leaving its registers. All inputs of a tile arrive in shared memory by the copy engine, all at once.
+sums over tokens stay within four neighbouring lanes, and a converted accumulator is the left operand of the next
+product without leaving its registers. All inputs of a tile arrive in shared memory by the copy engine, all at once, and
+two blocks share a multiprocessor: 128 registers a thread hold six of the seven matrices that a tile needs at its
+busiest, so what waits is parked in the shared memory that the states have left, and exponentials are taken anew.
 """
 
 from typing import Any
@@ -58,6 +60,20 @@ def _add(a, b):
 
 
 @gluon.jit
+def _fetch(descriptors, places, bar):
+    """Blocks at these places in shared memory, on their way there until the barrier is done."""
+    rows: gl.constexpr = descriptors[0].block_shape[0]
+    width: gl.constexpr = descriptors[0].block_shape[1]
+    mbarrier.expect(bar, 2 * rows * width * len(descriptors))
+    buffers = ()
+    for n in gl.static_range(len(descriptors)):
+        buffer = gl.allocate_shared_memory(gl.bfloat16, [rows, width], descriptors[n].layout)
+        tma.async_copy_global_to_shared(descriptors[n], [places[n][0], places[n][1]], bar, buffer)
+        buffers = buffers + (buffer,)
+    return buffers
+
+
+@gluon.jit
 def _running(x):
     """Sums over all tokens up to each, x [K, C]: with its rows in another order x is laid out in blocks."""
     K: gl.constexpr = x.shape[0]
@@ -90,6 +106,27 @@ def _exponent(logit_s, a_log_ptr, bias_ptr, head):
     channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
     shift = gl.load(bias_ptr + head * K + channel).to(gl.float32) * slope
     return logit_s.permute((1, 0)).load(layout).to(gl.float32) * slope + shift[:, None], slope
+
+
+@gluon.jit
+def _shared_sums(a_s, b_s):
+    """Sums over rows of a * b, [V, K] in shared memory; a warp for every few columns."""
+    V: gl.constexpr = a_s.shape[0]
+    K: gl.constexpr = a_s.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, K // 16], [1, 0])
+    both = gl.zeros([16, K], gl.float32, layout=layout)
+    for n in gl.static_range(V // 16):
+        part = a_s.slice(16 * n, 16).load(layout).to(gl.float32)
+        both += part * b_s.slice(16 * n, 16).load(layout).to(gl.float32)
+    return gl.sum(both, 0)
+
+
+@gluon.jit
+def _norm_gradient(d_x, x, norm, dots_s, scratch_s, size):
+    """Gradient of a row from that of the normalised row x, both as columns [K, C]."""
+    over_c: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    dots_s.store(_column_sums(d_x * x, scratch_s))
+    return (d_x - x * dots_s.load(over_c)[None, :]) * (norm.load(over_c) * size)[None, :]
 
 
 @gluon.jit
@@ -133,6 +170,16 @@ def _put(x, buffer, out_d, out_ptr, start, length, head, H):
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
         rows = ((start.to(gl.int64) + c) * H + head) * K
         gl.store(out_ptr + rows[None, :] + channel[:, None], x, mask=(c < length)[None, :])
+
+
+@gluon.jit
+def _put_beta(d_log, beta_ptr, d_beta_ptr, start, length, head, H):
+    """Write the gradients of the beta logits of a tile from those of log beta, [C]."""
+    token = gl.arange(0, d_log.shape[0], layout=d_log.type.layout)
+    at = (start.to(gl.int64) + token) * H + head
+    beta = gl.load(beta_ptr + at, mask=token < length, other=0.0).to(gl.float32)
+    d_beta = d_log / (1.0 + gl.exp2(beta * 1.4426950408889634))
+    gl.store(d_beta_ptr + at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
 
 
 @gluon.jit(
@@ -188,25 +235,10 @@ def gradient_kernel(
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    r_s = gl.allocate_shared_memory(io, [C, V], r_d.layout)
-    d_o_s = gl.allocate_shared_memory(io, [C, V], d_o_d.layout)
-    d_r_s = gl.allocate_shared_memory(io, [C, V], d_v_d.layout)
-    states_s = gl.allocate_shared_memory(io, [V, K], states_d.layout)
-    d_states_s = gl.allocate_shared_memory(io, [V, K], d_states_d.layout)
-    q_s = gl.allocate_shared_memory(io, [C, K], q_d.layout)
-    k_s = gl.allocate_shared_memory(io, [C, K], k_d.layout)
-    logit_s = gl.allocate_shared_memory(io, [C, K], logit_d.layout)
-    mbarrier.expect(bars.index(0), 6 * C * V)
-    tma.async_copy_global_to_shared(r_d, [start - token_low, head * V], bars.index(0), r_s)
-    tma.async_copy_global_to_shared(d_o_d, [start, head * V], bars.index(0), d_o_s)
-    tma.async_copy_global_to_shared(d_v_d, [start, head * V], bars.index(0), d_r_s)
-    mbarrier.expect(bars.index(1), 4 * V * K)
-    tma.async_copy_global_to_shared(states_d, [program * V, 0], bars.index(1), states_s)
-    tma.async_copy_global_to_shared(d_states_d, [program * V, 0], bars.index(1), d_states_s)
-    mbarrier.expect(bars.index(2), 6 * C * K)
-    tma.async_copy_global_to_shared(logit_d, [start, head * K], bars.index(2), logit_s)
-    tma.async_copy_global_to_shared(q_d, [start, head * K], bars.index(2), q_s)
-    tma.async_copy_global_to_shared(k_d, [start, head * K], bars.index(2), k_s)
+    key, value = (start, head * K), (start, head * V)
+    r_s, d_o_s, d_r_s = _fetch((r_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), bars.index(0))
+    states_s, d_states_s = _fetch((states_d, d_states_d), ((program * V, 0), (program * V, 0)), bars.index(1))
+    logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), bars.index(2))
 
     # The gate, and the norms of the rows.
     row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
@@ -259,12 +291,7 @@ def gradient_kernel(
     mbarrier.wait(bars.index(1), 0)
     states_t = states_s.permute((1, 0))
     d_kr = warpgroup_mma(d_states_s.permute((1, 0)), r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    columns: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 8], [1, 0])
-    both = gl.zeros([16, K], gl.float32, layout=columns)
-    for n in gl.static_range(V // 16):
-        part = states_s.slice(16 * n, 16).load(columns).to(gl.float32)
-        both += part * d_states_s.slice(16 * n, 16).load(columns).to(gl.float32)
-    carried = gl.convert_layout(gl.sum(both, 0), over_k)
+    carried = gl.convert_layout(_shared_sums(states_s, d_states_s), over_k)
 
     # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
     # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
@@ -315,12 +342,8 @@ def gradient_kernel(
     inside = warpgroup_mma_wait(0, (inside,))
     kd = (_row(k_s, k_norm, wide) * gl.exp2(total_s.load(wide))).to(io)
     reads = _column_sums(inside * kd.to(gl.float32), scratch_s) * size
-    token = gl.arange(0, C, layout=reads.type.layout)
-    at = beta_ptr + (start.to(gl.int64) + token) * H + head
-    beta = gl.load(at, mask=token < length, other=0.0).to(gl.float32)
-    reads = (along_s.load(reads.type.layout) + reads) / (1.0 + gl.exp2(beta * 1.4426950408889634))
-    at = d_beta_ptr + (start.to(gl.int64) + token) * H + head
-    gl.store(at, reads.to(d_beta_ptr.dtype.element_ty), mask=token < length)
+    reads += along_s.load(reads.type.layout)
+    _put_beta(reads, beta_ptr, d_beta_ptr, start, length, head, H)
     d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     d_kd = warpgroup_mma_wait(0, (d_kd,))
     d_r_s._keep_alive()
@@ -361,11 +384,8 @@ def gradient_kernel(
     k = _row(k_s, k_norm, wide)
     own = own_s.load(over_c)[None, :]
     d_k = parked_s.load(wide) + q * own
-    dots_s.store(_column_sums(d_k * k, scratch_s))
-    d_k = (d_k - k * dots_s.load(over_c)[None, :]) * (k_norm.load(over_c) * size)[None, :]
-    d_q = d_q + k * own
-    dots_s.store(_column_sums(d_q * q, scratch_s))
-    d_q = (d_q - q * dots_s.load(over_c)[None, :]) * (q_norm.load(over_c) * size)[None, :]
+    d_k = _norm_gradient(d_k, k, k_norm, dots_s, scratch_s, size)
+    d_q = _norm_gradient(d_q + k * own, q, q_norm, dots_s, scratch_s, size)
     _put(d_k.to(io), k_s, d_k_d, d_k_ptr, start, length, head, H)
     _put(d_q.to(io), q_s, d_q_d, d_q_ptr, start, length, head, H)
     tma.store_wait(0)
