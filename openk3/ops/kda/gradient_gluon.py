@@ -146,12 +146,14 @@ def _row(buffer, norm, layout: gl.constexpr):
 
 
 @gluon.jit
-def _cleared(buffer, length, layout: gl.constexpr):
+def _clear(buffers, length, layout: gl.constexpr):
     """Zero the rows of a tile that belong to other tokens, whatever they hold."""
-    C: gl.constexpr = buffer.shape[0]
-    live = gl.arange(0, C, layout=gl.SliceLayout(1, layout)) < length
-    x = buffer.load(layout)
-    buffer.store(gl.where(live[:, None], x, gl.zeros_like(x)))
+    C: gl.constexpr = buffers[0].shape[0]
+    if length < C:
+        live = gl.arange(0, C, layout=gl.SliceLayout(1, layout)) < length
+        for n in gl.static_range(len(buffers)):
+            x = buffers[n].load(layout)
+            buffers[n].store(gl.where(live[:, None], x, gl.zeros_like(x)))
 
 
 @gluon.jit
@@ -247,9 +249,7 @@ def gradient_kernel(
     zero = gl.zeros([K, C], gl.float32, layout=wide)
     live = gl.arange(0, C, layout=over_c) < length
     mbarrier.wait(bars.index(2), 0)
-    if length < C:
-        _cleared(q_s, length, rows)
-        _cleared(k_s, length, rows)
+    _clear((q_s, k_s), length, rows)
     gl.thread_barrier()
     x, _ = _exponent(logit_s, a_log_ptr, bias_ptr, head)
     gate = (bound * 1.4426950408889634) / (1.0 + gl.exp2(x * -1.4426950408889634))
@@ -269,10 +269,7 @@ def gradient_kernel(
     j = gl.arange(0, C, layout=gl.SliceLayout(0, first))
     inv = gl.load(inv_ptr + program.to(gl.int64) * (C * C) + i[:, None] * C + j[None, :])
     mbarrier.wait(bars.index(0), 0)
-    if length < C:
-        _cleared(r_s, length, rows)
-        _cleared(d_o_s, length, rows)
-        _cleared(d_r_s, length, rows)
+    _clear((r_s, d_o_s, d_r_s), length, rows)
     token = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
     beta = gl.load(beta_ptr + (start.to(gl.int64) + token) * H + head, mask=token < length, other=0.0).to(gl.float32)
     beta = 1.0 / (1.0 + gl.exp2(beta * -1.4426950408889634))
