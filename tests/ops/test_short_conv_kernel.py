@@ -46,7 +46,7 @@ def definition(*arguments: object, **options: object) -> list[Tensor]:
         return run(*wide, **options)  # type: ignore[arg-type]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 16, 17, 33]), min_size=1, max_size=5),
     W=st.integers(1, 5),
