@@ -39,8 +39,7 @@ def repair() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         """Multiplies bfloat16 values, where the original multiplies the integers that hold them."""
         wide = [handle(widen(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
-        with np.errstate(all="ignore"):  # what a kernel masks afterwards may overflow
-            return dot(self, *wide, *rest)
+        return dot(self, *wide, *rest)
 
     def patch(tensor: Any, scope: Any) -> None:
         """Takes a scalar, an array of one value, as a number of rounds; NumPy does so only without dimensions."""
