@@ -4,6 +4,7 @@
     python benchmarks/kda.py --peers PEERS            # PEERS holds fla, flash_kda and nemo_automodel to import
     python benchmarks/kda.py --rows T=8192 decode     # rows whose name contains one of these
     python benchmarks/kda.py --check-only             # errors alone, on the rows and on hard inputs
+    python benchmarks/kda.py --check-only --rows hard # on hard inputs
     python benchmarks/kda.py --device cpu --small     # try the script: plain PyTorch on tiny shapes
 
 Protocol: batch 1, heads of 128 channels, bfloat16 tokens and logits, float32 gate parameters and states; gate, L2 norm
@@ -211,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_row(results["rows"][-1])
         if not options.check_only:  # what is measured is kept if a later row breaks the process
             written(results, options.out)
-    if "" in options.rows:
+    if any(part in "hard inputs" for part in options.rows):
         from kda_operator import hard_checks
 
         results["checks"] = hard_checks(implementations, device, tiny=options.small)

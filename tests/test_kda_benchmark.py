@@ -66,6 +66,10 @@ def test_rows_are_chosen_by_name(tmp_path: Path) -> None:
     names = ["forward 8x1024 H=64", "forward+backward 8x1024 H=64", "decode fused, batch 8"]
     assert [row["work"] for row in results["rows"]] == names
     assert results["checks"] == []
+    assert (
+        kda.main(["--device", "cpu", "--small", "--check-only", "--rows", "hard", "--out", str(tmp_path / "no")]) == 0
+    )
+    assert not (tmp_path / "no").exists()
 
 
 def test_floors_count_every_byte_once() -> None:
