@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
@@ -9,23 +11,20 @@ from openk3.config.model import TextConfig
 from openk3.model.cache import KdaCache, Sequences
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.backend import pick
 from openk3.ops.kda.chunk import chunk_kda
-from openk3.ops.kda.decode import step_kda
+from openk3.ops.kda.decode import DecodePool, DecodeWeights, Projected, decode_kda, step_kda
 from openk3.ops.kda.reference import KdaGate, kda_gate
 from openk3.ops.norm import gated_rms_norm
-from openk3.ops.short_conv import short_conv
+from openk3.ops.short_conv import short_convs
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution over the last W tokens, then SiLU; weight [C, W], the last column is now."""
+    """Weight [C, W] of a depthwise causal convolution over the last W tokens; the last column is now."""
 
     def __init__(self, width: int, kernel_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, kernel_size))
-
-    def forward(self, x_TC: Tensor, window_NCW: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """(y_TC, the last W raw inputs of each sequence)."""
-        return short_conv(x_TC, self.weight, window_NCW=window_NCW, cu_seqlens=sequences.cu_seqlens)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -56,25 +55,67 @@ class KimiDeltaAttention(nn.Module):
         self, x_TD: Tensor, sequences: Sequences, cache: KdaCache | None = None, trace: Trace = NO_TRACE
     ) -> Tensor:
         """y_TD = W_o [sigmoid(W_g x) * RMSNorm(KDA(x))]; with a cache, continues its states."""
-        windows = (None, None, None) if cache is None else cache.windows
-        q_TC, q_window = self.q_conv1d(self.q_proj(x_TD), windows[0], sequences)
-        k_TC, k_window = self.k_conv1d(self.k_proj(x_TD), windows[1], sequences)
-        v_TC, v_window = self.v_conv1d(self.v_proj(x_TD), windows[2], sequences)
-        decay_logit_TC, beta_logit_TH = self.f_b_proj(self.f_a_proj(x_TD)), self.b_proj(x_TD)
-        q, k, v, decay_logit = (y.unflatten(-1, (self.heads, -1)) for y in (q_TC, k_TC, v_TC, decay_logit_TC))
-        gate = KdaGate(self.A_log, self.dt_bias.view(self.heads, -1), self.lower_bound)
+        projected = Projected(
+            *(self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)),
+            self.f_b_proj(self.f_a_proj(x_TD)),
+            self.b_proj(x_TD),
+        )
+        gate_TC = self.g_proj(x_TD)
         if trace.wants("decay"):
-            trace.decay(self.layer, kda_gate(decay_logit, gate))
-        if cache is not None and sequences.one_each:
-            o_THV, state_NHKV = step_kda(q, k, v, decay_logit, beta_logit_TH, gate, cache.state_NHKV)
+            trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
+        if cache is None:
+            y_TC, _, _ = self._mix(projected, gate_TC, sequences, None)
+        elif sequences.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD):
+            y_TC = self._decode(projected, gate_TC, cache)
         else:
-            state_NHKV = None if cache is None else cache.state_NHKV
-            o_THV, state_NHKV = chunk_kda(
-                *(q, k, v, decay_logit, beta_logit_TH, gate),
-                state_NHKV=state_NHKV,
-                cu_seqlens=sequences.cu_seqlens,
-            )
-        if cache is not None:
-            cache.write(state_NHKV, (q_window, k_window, v_window))
-        gate_THV = self.g_proj(x_TD).unflatten(-1, (self.heads, -1))
-        return self.o_proj(gated_rms_norm(o_THV, gate_THV, self.o_norm.weight, self.o_norm.eps).flatten(-2))
+            y_TC, state_NHKV, windows = self._mix(projected, gate_TC, sequences, cache)
+            cache.write(state_NHKV, windows)
+        return self.o_proj(y_TC)
+
+    @property
+    def decay_gate(self) -> KdaGate:
+        """The parameters of the decay, by head."""
+        return KdaGate(self.A_log, self.dt_bias.view(self.heads, -1), self.lower_bound)
+
+    @property
+    def _convolutions(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
+
+    def _has_kernels(self, x_TD: Tensor) -> bool:
+        head_dim = self.o_norm.weight.shape[0]
+        return pick("kda", x_TD, channels=(head_dim, head_dim)) == "triton"
+
+    def _mix(
+        self, projected: Projected, gate_TC: Tensor, sequences: Sequences, cache: KdaCache | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Any number of tokens per sequence: gated outputs, and the states and windows behind them."""
+        state_NHKV, windows_NCW = (None, None) if cache is None else (cache.state_NHKV, cache.windows)
+        inputs = projected.tensors()[:3]
+        layout = {"windows_NCW": windows_NCW, "cu_seqlens": sequences.cu_seqlens}
+        convolved, windows = short_convs(inputs, self._convolutions, **layout)
+        q, k, v, decay_logit, gate_THV = (
+            y.unflatten(-1, (self.heads, -1)) for y in (*convolved, projected.decay_logit_TC, gate_TC)
+        )
+        tokens = (q, k, v, decay_logit, projected.beta_logit_TH)
+        if cache is not None and sequences.one_each:
+            o_THV, state_NHKV = step_kda(*tokens, self.decay_gate, cache.state_NHKV)
+        else:
+            bounds = sequences.cu_seqlens
+            o_THV, state_NHKV = chunk_kda(*tokens, self.decay_gate, state_NHKV=state_NHKV, cu_seqlens=bounds)
+        y_THV = gated_rms_norm(o_THV, gate_THV, self.o_norm.weight, self.o_norm.eps)
+        return y_THV.flatten(-2), state_NHKV, windows
+
+    def _decode(self, projected: Projected, gate_NC: Tensor, cache: KdaCache) -> Tensor:
+        """One token for each sequence in one kernel, which leaves what is committed as it was."""
+        pool = DecodePool(*(x.contiguous() for x in (cache.state_NHKV, *cache.windows)))
+        into = DecodePool(*(torch.empty_like(x) for x in pool.tensors()))
+        weights = DecodeWeights(*self._convolutions, self.decay_gate, self.o_norm.weight, self.o_norm.eps)
+        y_NC = decode_kda(projected, gate_NC, weights, pool, _all_slots(len(gate_NC), gate_NC.device), into=into)
+        cache.write(into.state_SHKV, into.tensors()[1:])
+        return y_NC
+
+
+@lru_cache(maxsize=8)
+def _all_slots(count: int, device: torch.device) -> Tensor:
+    """Slots 0 .. count - 1: sequence n of a cache is its row n."""
+    return torch.arange(count, dtype=torch.int32, device=device)

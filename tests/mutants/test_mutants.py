@@ -63,8 +63,8 @@ def recurrence(
 
 def reversed_taps(patch: Patch) -> None:
     """The last tap is the current token's."""
-    short_conv = kda.short_conv
-    patch.setattr(kda, "short_conv", lambda x, weight, **state: short_conv(x, weight.flip(1), **state))
+    run = kda.short_convs
+    patch.setattr(kda, "short_convs", lambda xs, weights, **state: run(xs, [w.flip(1) for w in weights], **state))
 
 
 def mixing(patch: Patch, mix: Callable[..., Any]) -> None:
