@@ -381,20 +381,31 @@ BACKWARD = Settings(256, 2, 4, 32)
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile for q, k and v of width 4 in bfloat16; the same for every compute capability."""
-    cases = []
-    tensors = ("x", "weight", "window", "y", "recent", "dy", "d_recent", "dx")
-    for kernel, settings in ((conv_backward_kernel, BACKWARD), (conv_forward_kernel, FORWARD)):
-        for packed, window, streams, C in ((True, True, 3, 12_288), (False, False, 3, 12_288), (True, False, 1, 1000)):
-            arguments: dict[str, Any] = {f"{name}{n}": "*bf16" for name in tensors for n in range(3)}
-            arguments |= {f"weight{n}": "*fp32" for n in range(3)} | {"d_weight": "*fp32", "d_window": "*bf16"}
-            if not window:
-                arguments |= {f"{name}{n}": None for name in ("window", "d_recent") for n in range(3)}
-                arguments["d_window"] = None
-            arguments |= {"cu_seqlens": "*i32" if packed else None, "T": "i32", "N": "i32", "run": "i32"}
-            arguments |= {"W": 4, "C": C, "BLOCK": settings.block, "UNROLL": settings.unroll}
-            arguments |= {"STREAMS": streams, "ACTIVATION": True}
-            mine = {name: arguments[name] for name in kernel.arg_names}
-            cases.append((kernel, mine, {"num_warps": settings.warps, "num_stages": 3}))
+    """What the launchers compile for q, k and v of 96 heads of 128 in bfloat16, width 4; the same for every GPU.
+
+    First everything at once; then one sequence or several, with or without windows; then one odd number of channels.
+    """
+    layer = {"C": 12_288, "STREAMS": 3}
+    cases = [_case(conv_backward_kernel, BACKWARD, (), layer), _case(conv_forward_kernel, FORWARD, (), layer)]
+    for given in ((), ("window",), ("cu_seqlens",), ("window", "cu_seqlens")):
+        absent = tuple({"window", "cu_seqlens"} - set(given))
+        cases.append(_case(conv_backward_kernel, BACKWARD, (*absent, "d_recent", "d_window"), layer))
+        if absent:
+            cases.append(_case(conv_forward_kernel, FORWARD, absent, layer))
+    cases.append(_case(conv_backward_kernel, BACKWARD, (), {"C": 1000, "STREAMS": 1}))
     sums = {"shares": "*fp32", "d_weight": "*fp32", "runs": "i32", "C": "i32:16", "W": 4, "BLOCK": 128, "RUNS": 16}
     return [*cases, (conv_weight_kernel, sums, {"num_warps": 4, "num_stages": 3})]
+
+
+def _case(
+    kernel: Any, settings: Settings, absent: tuple[str, ...], sizes: dict[str, int]
+) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """A case of `compile_cases`; inputs named in `absent` are not given."""
+    constants = {"W": 4, "BLOCK": settings.block, "UNROLL": settings.unroll, "ACTIVATION": True} | sizes
+    scalars = {"T": "i32", "N": "i32", "run": "i32", "cu_seqlens": "*i32", "d_weight": "*fp32"}
+    arguments: dict[str, Any] = {}
+    for name in kernel.arg_names:
+        tensor = name.rstrip("012")
+        other = "*fp32" if tensor == "weight" else "*bf16"
+        arguments[name] = None if tensor in absent else constants.get(name, scalars.get(name, other))
+    return kernel, arguments, {"num_warps": settings.warps, "num_stages": 3}

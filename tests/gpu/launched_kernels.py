@@ -62,9 +62,9 @@ def run_convolutions() -> None:
 
     for lengths in ([2048], [300, 0, 1, 900]):
         bounds = torch.tensor([0, *lengths]).cumsum(0).cuda()
-        xs = [torch.randn(sum(lengths), 1536, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
-        weights = [torch.randn(1536, 4, device="cuda").requires_grad_() for _ in range(3)]
-        windows = [torch.randn(len(lengths), 1536, 4, device="cuda").bfloat16() for _ in range(3)]
+        xs = [torch.randn(sum(lengths), 12_288, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+        weights = [torch.randn(12_288, 4, device="cuda").requires_grad_() for _ in range(3)]
+        windows = [torch.randn(len(lengths), 12_288, 4, device="cuda").bfloat16() for _ in range(3)]
         for given in (None, windows):
             ys, _ = short_convs(xs, weights, windows_NCW=given, cu_seqlens=bounds)
             torch.autograd.grad(sum(y.float().sum() for y in ys), [*xs, *weights])
