@@ -179,10 +179,16 @@ def test_verify_is_stepping_and_writes_nothing() -> None:
     assert torch.equal(stepped(tokens, gate, weights, pool, (slots, lengths)), y)
 
 
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
-def test_case_D01_only_accepted_drafts_are_replayed(state: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("state", "hopper"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)], ids=str
+)
+def test_case_D01_only_accepted_drafts_are_replayed(
+    state: torch.dtype, hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D01: whatever was accepted, from none to all, the state is that of the accepted tokens alone, bit for bit; the
     rows may come from the cache of the drafts or from the packed ones, and the next verification may replay them."""
+    if not hopper:
+        monkeypatch.setattr("openk3.ops.kda.decode_launch._is_hopper", lambda device: False)
     draw, lengths = Draw(12, seed=1), [5, 4, 0, 5, 1, 3]
     weights, pool, slots = draw.weights(), draw.pool(9, state), draw.slots(6, 9)
     tokens, gate, kept = draw.tokens(sum(lengths)), draw.gate(sum(lengths)), draw.tokens(9, DRAFTS)
