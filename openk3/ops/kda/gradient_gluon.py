@@ -304,6 +304,7 @@ def gradient_kernel(
     d_keys = (d_keys * shrink).to(io)
     half = gl.exp2(middle)
     d_kr = warpgroup_mma_wait(0, (d_kr,))
+    gl.thread_barrier()  # a warpgroup waits for its own products only, and what follows overwrites what both read
     r_s._keep_alive()
     d_states_s._keep_alive()
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
@@ -357,6 +358,7 @@ def gradient_kernel(
     scratch_s.store(scratch_s.load(wide) - d_ki * ki.to(gl.float32))
     d_k += d_ki * down
     d_qd = warpgroup_mma_wait(0, (d_qd,))
+    gl.thread_barrier()
     states_s._keep_alive()
     d_o_s._keep_alive()
     parked_s = gl.allocate_shared_memory(gl.float32, [K, C], total_s.layout)
