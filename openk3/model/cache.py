@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openk3.config.model import ModelConfig
+from openk3.ops.sequences import integers
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Sequences:
     @cached_property
     def ends(self) -> list[int]:
         """cu_seqlens as Python integers, read from the device once."""
-        return self.cu_seqlens.tolist()
+        return list(integers(self.cu_seqlens))
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -18,7 +18,7 @@ def sequence_bounds(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[int, ..
     """
     if cu_seqlens is None:
         return 0, num_tokens
-    bounds = _integers(cu_seqlens) if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 else ()
+    bounds = integers(cu_seqlens) if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 else ()
     rising = all(type(a) is int and a <= b for a, b in zip(bounds, bounds[1:]))
     if not bounds or bounds[0] != 0 or bounds[-1] != num_tokens or not rising:
         got = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
@@ -57,6 +57,7 @@ class Memory:
 _MEMORY = Memory()
 
 
-def _integers(x: Tensor) -> tuple[int, ...]:
+def integers(x: Tensor) -> tuple[int, ...]:
+    """The values of a 1-d integer tensor; one on a GPU is read once for as long as it is not written to."""
     # A CPU tensor is quick to read, and may share its memory with an array that counts no writes.
     return tuple(x.tolist()) if x.device.type == "cpu" else _MEMORY.integers(x)
