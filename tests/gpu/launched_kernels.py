@@ -74,7 +74,8 @@ def key(kernel: Any, source: Any, options: dict[str, int]) -> str:
     """What makes a variant: types and constants of its arguments, and how it is launched."""
     constants = sorted((path, str(value)) for path, value in source.constants.items())
     signature = [str(source.signature[p.name]) for p in kernel.params]
-    return repr((signature, constants, options["num_warps"], options["num_stages"]))
+    warps = None if kernel.is_gluon() else options["num_warps"]  # what is compiled counts those of all partitions
+    return repr((signature, constants, warps, options["num_stages"]))
 
 
 def launched(arch: int) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Launches of Gluon kernels that take copy-engine descriptors, without building and checking them anew every time."""
+"""Launches of kernels without building and checking copy-engine descriptors and argument types anew every time."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from openk3.ops.kda.prepare_kernel import Workspace
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -42,24 +44,27 @@ def block_type(block: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> s
     return f"tensordesc<{name}{list(block)},{block_layout(block, dtype)!r}>"
 
 
-def fits(x: Tensor, *others: Tensor | None, width: int, chunk: int) -> bool:
-    """Whether the Gluon kernels may run: Hopper, and non-empty, contiguous, aligned bfloat16 tensors of 128 channels.
+def fits(workspace: Workspace, x_THV: Tensor, *others: Tensor | None) -> bool:
+    """Whether the Gluon scans may run: on Hopper, with bfloat16, 128 channels of each kind and at least one tile.
 
-    `others` may have any format (the copy engine needs addresses that 16 divides); `width`: key channels.
+    `others` may have any format. The copy engine needs contiguous tensors at addresses that 16 divides.
     """
+    w = workspace
     return (
-        x.device.type == "cuda"
-        and _is_hopper(x.device)
-        and x.dtype == torch.bfloat16
-        and (width, x.shape[-1], chunk) == (128, 128, 32)
-        and x.numel() > 0
-        and all(y is None or (y.data_ptr() % 16 == 0 and y.is_contiguous()) for y in (x, *others))
+        w.nkd.dtype == torch.bfloat16 == x_THV.dtype
+        and (*w.nkd.shape[2:], x_THV.shape[2]) == (32, 128, 128)
+        and w.nkd.numel() > 0
+        and _is_hopper(x_THV.device)
+        and all(
+            y is None or (y.data_ptr() % 16 == 0 and y.is_contiguous())
+            for y in (x_THV, w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, *others)
+        )
     )
 
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def launch(
@@ -69,22 +74,21 @@ def launch(
 
     Its integer arguments must fit 32 bits and be ones that it does not specialise on.
     """
-    key = (kernel.fn, torch.cuda.current_device(), *map(_kind, arguments), *constants.values(), *options.values())
-    compiled = _compiled.get(key)
+    key: list[Any] = [kernel.fn, torch.cuda.current_device(), *constants.values(), *options.values()]
+    values: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Tensor):  # as a number: the launcher asks the driver about every tensor
+            values.append(x.data_ptr())
+            key.append((x.dtype, values[-1] % 16))
+        else:
+            values.append(x)
+            key.append((x.base.dtype, x.block) if isinstance(x, Matrix) else None if x is None else type(x))
+    compiled = _compiled.get(tuple(key))
     if compiled is None:
         full = [_descriptor(x) if isinstance(x, Matrix) else x for x in arguments]
         compiled = kernel.run(*full, **constants, grid=(programs,), warmup=True, **options)
-        _compiled[key] = compiled
-    compiled[(programs, 1, 1)](*arguments, *constants.values())
-
-
-def _kind(x: Tensor | Matrix | int | None) -> Any:
-    """What a compiled kernel depends on of an argument."""
-    if isinstance(x, Matrix):
-        return x.base.dtype, x.block
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return x if x is None else int
+        _compiled[tuple(key)] = compiled
+    compiled[(programs, 1, 1)](*values, *constants.values())
 
 
 def _descriptor(x: Matrix) -> TensorDescriptor:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openk3.ops.kda.gluon_launch import fits
 from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
@@ -30,6 +31,11 @@ def reverse_scan(
     workspace: Workspace, d_o_THV: Tensor, span: Span, d_leaving_PHKV: Tensor | None, outputs: ReverseOutputs
 ) -> None:
     """Scan each run of the span backward, from the gradient of the state leaving it (float32; None: zero)."""
+    if fits(workspace, d_o_THV, d_leaving_PHKV, outputs.d_v, outputs.d_states, outputs.d_entering):
+        from openk3.ops.kda import reverse_gluon
+
+        reverse_gluon.reverse_scan(workspace, d_o_THV, span, d_leaving_PHKV, outputs)
+        return
     _, H, V = d_o_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     options = settings(V, compute_capability(d_o_THV.device))

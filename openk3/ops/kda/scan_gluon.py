@@ -326,10 +326,12 @@ def scan_kernel(
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launcher compiles, for compute capability `arch`: the backward pass, training, prefill, maps."""
     K, C = 128, 32
-    writes: list[dict[str, str]] = [
+    writes: list[dict[str, Any]] = [
         {"r_ptr": "*bf16", "states_d": block_type((ROWS, K)), "initial_ptr": "*fp32"},
+        {"r_ptr": "*bf16", "states_d": block_type((ROWS, K))},
         {"o_ptr": "*bf16", "initial_ptr": "*fp32", "final_ptr": "*fp32", "saved_ptr": "*fp32"},
         {"o_ptr": "*bf16", "initial_ptr": "*fp32", "final_ptr": "*fp32"},
+        {"o_ptr": "*bf16", "final_ptr": "*fp32", "saved_ptr": "*fp32"},
         {"o_ptr": "*bf16", "final_ptr": "*fp32"},
         {"final_ptr": "*fp32", "MAPS": True},
     ]

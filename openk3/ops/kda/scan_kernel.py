@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openk3.ops.kda.gluon_launch import fits
 from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.tiles import Span, Tiles
 
@@ -31,6 +32,11 @@ class ScanOutputs:
 
 def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor | None, outputs: ScanOutputs) -> None:
     """Scan each run of the span from its own initial state (float32; None: zero)."""
+    if fits(workspace, v_THV, initial_PHKV, outputs.o, outputs.r, outputs.states, outputs.final, outputs.saved):
+        from openk3.ops.kda import scan_gluon
+
+        scan_gluon.scan(workspace, v_THV, span, initial_PHKV, outputs)
+        return
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     options = scan_settings(V, compute_capability(v_THV.device))
@@ -55,6 +61,10 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
 
     Rows 0..V-1 are the transposed state that leaves the run when zero enters, the others the transposed transition.
     """
+    if fits(workspace, v_THV):
+        from openk3.ops.kda import scan_gluon
+
+        return scan_gluon.scan_maps(workspace, v_THV, span)
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     maps = torch.empty(runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
