@@ -14,12 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from openk3.ops.kda import gluon_launch
+
 SLOTS = 4  # tiles and heads of a block: one for each of its warps
 
 
 def launch(arguments: tuple[Any, ...], total: int, *, K: int, C: int) -> None:
     """Run on the arguments of the Triton kernel, in its order, for X * H = total tiles and heads."""
-    prepare_gluon[(-(-total // SLOTS),)](*arguments, total, K=K, C=C, SLOTS=SLOTS, **settings())
+    constants = {"K": K, "C": C, "SLOTS": SLOTS}
+    gluon_launch.launch(prepare_gluon, -(-total // SLOTS), (*arguments, total), constants, settings())
 
 
 def settings() -> dict[str, int]:

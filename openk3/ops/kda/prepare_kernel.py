@@ -83,9 +83,7 @@ def prepare(
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
-    import os
-
-    return "KDA_GLUON" in os.environ and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def settings() -> dict[str, int]:
