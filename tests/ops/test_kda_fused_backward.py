@@ -57,14 +57,12 @@ def test_slabs(monkeypatch: pytest.MonkeyPatch, tiles: int, split: bool) -> None
     """However few tiles a slab has, and whether or not parts are scanned at once: gradients of the recurrence."""
     monkeypatch.setattr(fused_backward, "SLAB_TILES", 2 * tiles)
 
-    def plan(
-        bounds: tuple[int, ...], heads: int, device: torch.device, *, checkpoints: tuple[int, ...], part_tiles: int
-    ) -> Plan:
-        assert part_tiles == tiles
+    def plan(bounds: tuple[int, ...], q: Tensor, checkpoints: tuple[int, ...], keep: bool) -> Plan:
+        assert keep
         part_tiles = max(1, tiles // 2) if split else tiles
-        return Plan(tile_table(bounds, device, checkpoints=checkpoints, part_tiles=part_tiles), split)
+        return Plan(tile_table(bounds, q.device, checkpoints=checkpoints, part_tiles=part_tiles), split)
 
-    monkeypatch.setattr(fused_backward, "make_plan", plan)
+    monkeypatch.setattr(fused_backward, "_plan", plan)
     lengths = [33, 0, 7, 170, 0]
     inputs = narrow(kda_inputs(lengths, H=2, K=16, V=16), torch.float32)
     want = run_with_gradients(recurrent_kda, {n: x.double() for n, x in inputs.items()}, lengths)

@@ -54,14 +54,12 @@ def fused_kda(
     bounds = sequence_bounds(cu_seqlens, q_THK.shape[0])
     state = state_NHKV
     if state is not None:
-        state = initial_states(state, len(bounds) - 1, k_THK, v_THV.float()).contiguous()
+        state = initial_states(state, len(bounds) - 1, k_THK, v_THV[:0].float()).contiguous()
     logit_THK = decay_logit_THK
     parameters = (gate.A_log_H, gate.dt_bias_HK)
     given = (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH, *parameters, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    heads = q_THK.shape[1]
-    part_tiles = _room(heads) if keep else None
-    plan = make_plan(bounds, heads, q_THK.device, checkpoints=checkpoints or (), part_tiles=part_tiles)
+    plan = _plan(bounds, q_THK, checkpoints or (), keep)
     if keep and any(x.requires_grad for x in parameters):
         logit_THK = _GateParameters.apply(logit_THK, *parameters)
     q, k, v, logit, beta = (x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH))
@@ -72,6 +70,16 @@ def fused_kda(
         result = _forward(plan, fixed, (q, k, v, logit, beta), state)
         results = (result.o_THV, result.final_NHKV, result.checkpoints_MHKV)
     return results if checkpoints is not None else results[:2]
+
+
+def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], keep: bool) -> Plan:
+    """Plan of a call; if a backward pass may follow, one slab's parts are enough to occupy the device where they can."""
+    heads, device = q_THK.shape[1], q_THK.device
+    plan = make_plan(bounds, heads, device, checkpoints=checkpoints, part_tiles=_room(heads) if keep else None)
+    if not (keep and plan.split):
+        return plan
+    pieces = -(-torch.cuda.get_device_properties(device).multi_processor_count // heads)
+    return make_plan(bounds, heads, device, checkpoints=checkpoints, part_tiles=max(1, _room(heads) // pieces))
 
 
 def _forward(plan: Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | None) -> Forward:

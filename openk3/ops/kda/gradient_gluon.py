@@ -74,6 +74,11 @@ def _fetch(descriptors, places, bar):
 
 
 @gluon.jit
+def _add_and_maximum(sum_a, peak_a, sum_b, peak_b):
+    return sum_a + sum_b, gl.maximum(peak_a, peak_b)
+
+
+@gluon.jit
 def _running(x):
     """Sums over all tokens up to each, x [K, C]: with its rows in another order x is laid out in blocks."""
     K: gl.constexpr = x.shape[0]
@@ -232,15 +237,18 @@ def gradient_kernel(
     start = gl.load(start_ptr + tile)
     length = gl.load(length_ptr + tile)
 
-    bars = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(3):
-        mbarrier.init(bars.index(i), count=1)
+    tokens_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    values_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    states_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(tokens_bar, count=1)
+    mbarrier.init(values_bar, count=1)
+    mbarrier.init(states_bar, count=1)
     fence_async_shared()
     gl.thread_barrier()
     key, value = (start, head * K), (start, head * V)
-    r_s, d_o_s, d_r_s = _fetch((r_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), bars.index(0))
-    states_s, d_states_s = _fetch((states_d, d_states_d), ((program * V, 0), (program * V, 0)), bars.index(1))
-    logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), bars.index(2))
+    logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), tokens_bar)
+    r_s, d_o_s, d_r_s = _fetch((r_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), values_bar)
+    states_s, d_states_s = _fetch((states_d, d_states_d), ((program * V, 0), (program * V, 0)), states_bar)
 
     # The gate, and the norms of the rows.
     row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
@@ -248,7 +256,7 @@ def gradient_kernel(
     none = gl.zeros([C, C], gl.float32, layout=square)
     zero = gl.zeros([K, C], gl.float32, layout=wide)
     live = gl.arange(0, C, layout=over_c) < length
-    mbarrier.wait(bars.index(2), 0)
+    mbarrier.wait(tokens_bar, 0)
     _clear((q_s, k_s), length, rows)
     gl.thread_barrier()
     x, _ = _exponent(logit_s, a_log_ptr, bias_ptr, head)
@@ -268,7 +276,7 @@ def gradient_kernel(
     i = gl.arange(0, C, layout=gl.SliceLayout(1, first))
     j = gl.arange(0, C, layout=gl.SliceLayout(0, first))
     inv = gl.load(inv_ptr + program.to(gl.int64) * (C * C) + i[:, None] * C + j[None, :])
-    mbarrier.wait(bars.index(0), 0)
+    mbarrier.wait(values_bar, 0)
     _clear((r_s, d_o_s, d_r_s), length, rows)
     token = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
     beta = gl.load(beta_ptr + (start.to(gl.int64) + token) * H + head, mask=token < length, other=0.0).to(gl.float32)
@@ -285,8 +293,9 @@ def gradient_kernel(
 
     # Products with the states.
     gl.thread_barrier()
-    mbarrier.wait(bars.index(1), 0)
+    mbarrier.wait(states_bar, 0)
     states_t = states_s.permute((1, 0))
+    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     d_kr = warpgroup_mma(d_states_s.permute((1, 0)), r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     carried = gl.convert_layout(_shared_sums(states_s, d_states_s), over_k)
 
@@ -294,18 +303,20 @@ def gradient_kernel(
     # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
     # gradients may be tiny: products are taken relative to the largest.
     below = row[:, None] > column[None, :]
-    own = gl.sum(gl.where(row[:, None] == column[None, :], d_mqk, none), 1)
+    diagonal = gl.where(row[:, None] == column[None, :], d_mqk, none)
     d_mqk = gl.where(below, d_mqk, none)
     d_keys = gl.where(below, -d_keys, none)
-    size = gl.max(gl.max(gl.maximum(gl.abs(d_mqk), gl.abs(d_keys)), 1), 0)
+    own, peak = gl.reduce((diagonal, gl.maximum(gl.abs(d_mqk), gl.abs(d_keys))), 1, _add_and_maximum)
+    size = gl.max(peak, 0)
     size = gl.exp2(gl.ceil(gl.log2(gl.maximum(size, 1e-36))))
     shrink = 1.0 / size
     d_mqk = (d_mqk * shrink).to(io)
     d_keys = (d_keys * shrink).to(io)
     half = gl.exp2(middle)
-    d_kr = warpgroup_mma_wait(0, (d_kr,))
+    d_kd, d_kr = warpgroup_mma_wait(0, (d_kd, d_kr))
     gl.thread_barrier()  # a warpgroup waits for its own products only, and what follows overwrites what both read
     r_s._keep_alive()
+    d_r_s._keep_alive()
     d_states_s._keep_alive()
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -342,17 +353,14 @@ def gradient_kernel(
     reads = _column_sums(inside * kd.to(gl.float32), scratch_s) * size
     reads += along_s.load(reads.type.layout)
     _put_beta(reads, beta_ptr, d_beta_ptr, start, length, head, H)
-    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_kd = warpgroup_mma_wait(0, (d_kd,))
-    d_r_s._keep_alive()
     d_kd = inside - d_kd * shrink * half[:, None]
     scratch_s.store(d_kd * kd.to(gl.float32))
     d_k = d_kd * gl.exp2(total_s.load(wide))
     d_ki = warpgroup_mma(gl.convert_layout(kd, left), d_keys_s, d_kr, is_async=True)
     qd = (_row(q_s, q_norm, wide) * (gl.exp2(total_s.load(wide)) * scale)).to(io)
     d_ki = warpgroup_mma(gl.convert_layout(qd, left), d_mqk_s, d_ki, is_async=True)
-    d_ki = warpgroup_mma_wait(0, (d_ki,))
     d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    d_ki = warpgroup_mma_wait(1, (d_ki,))
     down = gl.exp2(-total_s.load(wide))
     ki = (_row(k_s, k_norm, wide) * down).to(io)
     scratch_s.store(scratch_s.load(wide) - d_ki * ki.to(gl.float32))

@@ -106,22 +106,22 @@ def settings(K: int, V: int) -> dict[str, int]:
 
 
 @triton.jit
-def _columns(at, live):
+def _columns(first, tokens, live):
     """Rows of the tile as columns, float32; zero behind its last token."""
-    return tl.trans(tl.load(at, mask=live[:, None], other=0.0)).to(tl.float32)
+    return tl.trans(tl.load(first + tokens, mask=live[:, None], other=0.0)).to(tl.float32)
 
 
 @triton.jit
-def _gate(at, live, slope, shift):
+def _gate(first, tokens, live, slope, shift):
     """Sigmoid of the gate, [K, C]; zero behind the tile's last token."""
-    opened = 1.0 / (1.0 + tl.exp2((_columns(at, live) * slope + shift[:, None]) * -1.4426950408889634))
+    opened = 1.0 / (1.0 + tl.exp2((_columns(first, tokens, live) * slope + shift[:, None]) * -1.4426950408889634))
     return tl.where(live[None, :], opened, 0.0)
 
 
 @triton.jit
-def _gate_slope(at, live, slope, shift):
+def _gate_slope(first, tokens, live, slope, shift):
     """Derivative of that sigmoid, exact to float32 even where it is nearly 0 or 1."""
-    small = tl.exp2(tl.abs(_columns(at, live) * slope + shift[:, None]) * -1.4426950408889634)
+    small = tl.exp2(tl.abs(_columns(first, tokens, live) * slope + shift[:, None]) * -1.4426950408889634)
     share = 1.0 / (1.0 + small)
     return small * share * share
 
@@ -229,15 +229,15 @@ def gradient_kernel(
 
     keys = (start * H + head) * K
     tokens = c[:, None] * (H * K) + channel[None, :]
-    q_at, k_at, logit_at = q_ptr + keys + tokens, k_ptr + keys + tokens, logit_ptr + keys + tokens
+    q_at, k_at, logit_at = q_ptr + keys, k_ptr + keys, logit_ptr + keys
     slope = tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634)
     shift = tl.load(bias_ptr + head * K + channel).to(tl.float32) * slope
     upper = tl.where(c[:, None] <= c[None, :], 1.0, 0.0).to(io)
-    gate = _gate(logit_at, live, slope, shift) * (bound * 1.4426950408889634)
+    gate = _gate(logit_at, tokens, live, slope, shift) * (bound * 1.4426950408889634)
     middle = 0.5 * tl.sum(gate, 1)
     total = _sums(gate, upper, 3) - middle[:, None]
     half = tl.exp2(middle)
-    k = _columns(k_at, live)
+    k = _columns(k_at, tokens, live)
     k_norm = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     # Gradients of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay
     # up to the one and takes from that up to the other cancels exactly where it should.
@@ -251,7 +251,7 @@ def gradient_kernel(
     d_log = d_kd * kd.to(tl.float32)
     d_k = d_kd * tl.exp2(total)
     d_qd = tl.dot(ki, tl.trans(d_mqk), d_qd * shrink * half[:, None], input_precision=precision)
-    q = _columns(q_at, live)
+    q = _columns(q_at, tokens, live)
     q_norm = tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
     qd = (q * q_norm[None, :] * (tl.exp2(total) * scale)).to(io)
     d_log += d_qd * qd.to(tl.float32)
@@ -262,10 +262,10 @@ def gradient_kernel(
     d_q = d_qd * (tl.exp2(total) * scale)
 
     d_log = _sums(d_log, tl.trans(upper), 2) + carried[:, None]
-    d_logit = d_log * _gate_slope(logit_at, live, slope, shift) * (slope * bound * size)
+    d_logit = d_log * _gate_slope(logit_at, tokens, live, slope, shift) * (slope * bound * size)
     tl.store(d_logit_ptr + keys + tokens, tl.trans(d_logit.to(d_logit_ptr.dtype.element_ty)), mask=live[:, None])
-    q = _columns(q_at, live) * q_norm[None, :]
-    k = _columns(k_at, live) * k_norm[None, :]
+    q = _columns(q_at, tokens, live) * q_norm[None, :]
+    k = _columns(k_at, tokens, live) * k_norm[None, :]
     d_q += k * own[None, :]
     d_q = (d_q - q * tl.sum(d_q * q, 0)[None, :]) * (q_norm * size)[None, :]
     tl.store(d_q_ptr + keys + tokens, tl.trans(d_q.to(d_q_ptr.dtype.element_ty)), mask=live[:, None])
