@@ -73,7 +73,7 @@ def fused_kda(
 
 
 def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], keep: bool) -> Plan:
-    """Plan of a call; if a backward pass may follow, one slab's parts are enough to occupy the device where they can."""
+    """Plan of a call; where a backward pass may follow, parts so small that those of a slab occupy the device."""
     heads, device = q_THK.shape[1], q_THK.device
     plan = make_plan(bounds, heads, device, checkpoints=checkpoints, part_tiles=_room(heads) if keep else None)
     if not (keep and plan.split):

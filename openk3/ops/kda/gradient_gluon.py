@@ -60,6 +60,14 @@ def _add(a, b):
 
 
 @gluon.jit
+def _barrier():
+    """A barrier for one arrival and any number of bytes."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    return bar
+
+
+@gluon.jit
 def _fetch(descriptors, places, bar):
     """Blocks at these places in shared memory, on their way there until the barrier is done."""
     rows: gl.constexpr = descriptors[0].block_shape[0]
@@ -237,12 +245,7 @@ def gradient_kernel(
     start = gl.load(start_ptr + tile)
     length = gl.load(length_ptr + tile)
 
-    tokens_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    values_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    states_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(tokens_bar, count=1)
-    mbarrier.init(values_bar, count=1)
-    mbarrier.init(states_bar, count=1)
+    tokens_bar, values_bar, states_bar = _barrier(), _barrier(), _barrier()
     fence_async_shared()
     gl.thread_barrier()
     key, value = (start, head * K), (start, head * V)
