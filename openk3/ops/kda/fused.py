@@ -15,7 +15,7 @@ from openk3.ops.kda.tiles import CHUNK, Span, Tiles, tile_table
 _SLAB_TILES = 2**17  # tiles times heads whose workspace is held at a time: 29 kB each
 
 # Microseconds on an H200 of a tile in the scan, of one in the scan for maps, and of joining parts: at all, and each.
-_SCAN, _MAP, _JOINS, _JOIN = 1.6, 1.3, 60.0, 2.0
+_SCAN, _MAP, _JOINS, _JOIN = 1.2, 0.75, 70.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def split_tiles(counts: Sequence[int], heads: int, multiprocessors: int) -> int 
         parts = sum(-(-count // tiles) for count in counts)
         return max(tiles, -(-parts * heads * width // multiprocessors) * total / parts)
 
-    best, least = None, 0.9 * _SCAN * rounds(longest, 1)
+    best, least = None, 0.8 * _SCAN * rounds(longest, 1)
     for pieces in range(2, 65):
         tiles = -(-longest // pieces)
         time = _SCAN * rounds(tiles, 1) + _MAP * rounds(tiles, 2) + _JOINS + _JOIN * pieces

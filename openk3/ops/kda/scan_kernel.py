@@ -102,12 +102,11 @@ def fold(maps: Tensor, entering_PHKV: Tensor, tiles: Tiles, low: int, high: int)
 
 
 def scan_settings(V: int, arch: int) -> dict[str, int]:
-    """Block of value channels, and launch options, for a compute capability such as 90."""
+    """Block of value channels, whether decay is loaded a tile ahead, and launch options, for an arch such as 90."""
     if arch == 90:
         block = min(V, 128)
-        return {"BV": block, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
-    block = min(V, 64)
-    return {"BV": block, "num_warps": 8 if block == 64 else 4, "num_stages": 2}
+        return {"BV": block, "AHEAD": 1, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
+    return {"BV": min(V, 32), "AHEAD": 0, "num_warps": 4, "num_stages": 2}
 
 
 @lru_cache
@@ -150,6 +149,7 @@ def scan_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
+    AHEAD: tl.constexpr,
     EVEN: tl.constexpr,
     MAPS: tl.constexpr,
 ):
@@ -179,6 +179,8 @@ def scan_kernel(
     elif initial_ptr is not None:
         state = tl.load(initial_ptr + inner).to(tl.float32)
     eye = tl.where(c[:, None] == c[None, :], 1.0, 0.0).to(io)
+    if AHEAD:
+        decay = tl.load(decay_ptr + (low * heads + head) * K + channel, mask=(channel < K) & (low < high), other=0.0)
     for tile in range(low, high):
         at = tile * heads + head
         if EVEN:
@@ -197,7 +199,11 @@ def scan_kernel(
         nkd = tl.load(nkd_ptr + wide)
         kr = tl.load(kr_ptr + wide)
         inv = tl.load(inv_ptr + square)
-        decay = tl.load(decay_ptr + at * K + channel)
+        if AHEAD:  # not an operand of a product, so the compiler does not load it ahead; it costs registers
+            more = tile + 1 < high
+            next_decay = tl.load(decay_ptr + (at + heads) * K + channel, mask=(channel < K) & more, other=0.0)
+        else:
+            decay = tl.load(decay_ptr + at * K + channel)
         beta = tl.load(beta_ptr + at * C + c)
         left = state.to(io)
         if states_ptr is not None:
@@ -208,13 +214,17 @@ def scan_kernel(
             errors = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
             tl.store(r_ptr + errors, tl.trans(error.to(io)), mask=live)
         write = tl.dot((error * beta[None, :]).to(io), tl.trans(inv), input_precision=precision).to(io)
+        if AHEAD:  # the next tile waits for the state, nothing for the outputs
+            state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
+            decay = next_decay
         if o_ptr is not None:
             qd = tl.load(qd_ptr + wide)
             mqk = tl.load(mqk_ptr + square)
             out = tl.dot(left, tl.trans(qd), input_precision=precision)
             out = tl.dot(write, tl.trans(mqk), out, input_precision=precision)
             tl.store(o_ptr + tokens, tl.trans(out.to(o_ptr.dtype.element_ty)), mask=live)
-        state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
+        if not AHEAD:
+            state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
         if saved_ptr is not None:
             mark = tl.load(mark_ptr + tile).to(tl.int64)
             if mark >= 0:
@@ -260,7 +270,7 @@ def fold_kernel(
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
     options = scan_settings(128, arch)
-    shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
+    shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV"), "AHEAD": options.pop("AHEAD")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
     given |= {
         "decay_ptr": "*fp32",
