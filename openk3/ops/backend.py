@@ -61,6 +61,14 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
     return "reference"
 
 
+def prefers_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon for Hopper (compute capability 9.0) run on a device, in place of Triton twins.
+
+    OPENK3_GLUON=0 leaves everything to the twins: to compare the two, or to rule one out.
+    """
+    return device.type == "cuda" and _capability(device) == (9, 0) and os.environ.get("OPENK3_GLUON") != "0"
+
+
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Kernels launched inside run on x's device, whichever is current outside."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()

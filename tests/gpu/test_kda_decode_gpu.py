@@ -188,7 +188,7 @@ def test_case_D01_only_accepted_drafts_are_replayed(
     """D01: whatever was accepted, from none to all, the state is that of the accepted tokens alone, bit for bit; the
     rows may come from the cache of the drafts or from the packed ones, and the next verification may replay them."""
     if not hopper:
-        monkeypatch.setattr("openk3.ops.kda.decode_launch._is_hopper", lambda device: False)
+        monkeypatch.setenv("OPENK3_GLUON", "0")
     draw, lengths = Draw(12, seed=1), [5, 4, 0, 5, 1, 3]
     weights, pool, slots = draw.weights(), draw.pool(9, state), draw.slots(6, 9)
     tokens, gate, kept = draw.tokens(sum(lengths)), draw.gate(sum(lengths)), draw.tokens(9, DRAFTS)

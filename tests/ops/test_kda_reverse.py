@@ -76,7 +76,8 @@ def test_parts_folded_by_maps() -> None:
         transition = torch.eye(K, dtype=torch.float64).expand(H, K, K)  # transposed
         for x in range(first[part], first[part + 1]):
             error = transition @ space.nkd[x].mT
-            transition = transition * space.decay[x][:, None] + (error * space.beta[x][:, None]) @ space.inv[x].mT @ space.kr[x]
+            written = (error * space.beta[x][:, None]) @ space.inv[x].mT
+            transition = transition * space.decay[x][:, None] + written @ space.kr[x]
         maps[part, :, V:] = transition
     d_state, narrow = d_final.float(), narrowed(space, torch.float32)
     for low, high in ((4, P), (2, 4), (0, 2)):  # as slabs: sequences 2..4, then part of sequence 1, then the rest

@@ -4,14 +4,13 @@ Two modules have the same three kernels: `decode_kernel` (Triton, any size, Ampe
 Hopper, 128 channels). Nothing is read back from the device, so a launch can be captured in a CUDA graph.
 """
 
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openk3.ops.backend import on_device
+from openk3.ops.backend import on_device, prefers_gluon
 from openk3.ops.kda import decode_kernel
 from openk3.ops.kda.decode import DecodePool, DecodeWeights, Projected
 from openk3.ops.kda.reference import KdaGate
@@ -109,16 +108,11 @@ def _launch(
 def _kernels_for(inputs: tuple[Tensor, ...], windows: tuple[Tensor, ...], K: int, V: int) -> ModuleType:
     """Gluon's kernels take q, k, v and decay logits of one format, and windows of four taps of one format."""
     alike = len({x.dtype for x in inputs[:4]}) == 1 and len({x.dtype for x in windows}) <= 1
-    if alike and K == V == 128 and all(x.shape[2] == 4 for x in windows) and _is_hopper(inputs[0].device):
+    if alike and K == V == 128 and all(x.shape[2] == 4 for x in windows) and prefers_gluon(inputs[0].device):
         from openk3.ops.kda import decode_gluon
 
         return decode_gluon
     return decode_kernel
-
-
-@lru_cache(maxsize=8)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _of_layer(weights: DecodeWeights, pool: DecodePool) -> dict[str, Any]:

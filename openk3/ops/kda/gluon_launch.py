@@ -1,7 +1,6 @@
 """Launches of kernels without building and checking copy-engine descriptors and argument types anew every time."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.prepare_kernel import Workspace
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -54,17 +54,12 @@ def fits(workspace: Workspace, x_THV: Tensor, *others: Tensor | None) -> bool:
         w.nkd.dtype == torch.bfloat16 == x_THV.dtype
         and (*w.nkd.shape[2:], x_THV.shape[2]) == (32, 128, 128)
         and w.nkd.numel() > 0
-        and _is_hopper(x_THV.device)
+        and prefers_gluon(x_THV.device)
         and all(
             y is None or (y.data_ptr() % 16 == 0 and y.is_contiguous())
             for y in (x_THV, w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, *others)
         )
     )
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def launch(

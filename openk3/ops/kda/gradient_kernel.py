@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
-from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
 
 _PIECE = 256  # tokens that one program sums
@@ -75,8 +75,7 @@ def _suits_hopper(tokens: tuple[Tensor, ...], scanned: Scanned, span: Span) -> b
     q, k, _, logit, _ = tokens
     moved = (q, k, logit, scanned.r, scanned.d_o, scanned.d_v, scanned.states)
     return (
-        q.is_cuda
-        and compute_capability(q.device) == 90
+        prefers_gluon(q.device)
         and q.shape[2] == scanned.r.shape[2] == 128
         and span.chunk == 32
         and all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in moved)

@@ -9,7 +9,6 @@ so that nothing depends on the gates of later tokens.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
 
@@ -72,18 +72,13 @@ def prepare(
         *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, span.start_X, span.length_X),
         *(bound, float(round(bound * C / 2)), K**-0.5, H),
     )
-    if dtype == torch.bfloat16 and (K, C) == (128, 32) and _is_hopper(q_THK.device):
+    if dtype == torch.bfloat16 and (K, C) == (128, 32) and prefers_gluon(q_THK.device):
         from openk3.ops.kda.prepare_gluon import launch
 
         launch(arguments, X * H, K=K, C=C)
     else:
         prepare_kernel[(X * H,)](*arguments, K=K, C=C, EXACT=dtype == torch.float32, **settings())
     return workspace
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def settings() -> dict[str, int]:
