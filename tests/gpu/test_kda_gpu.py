@@ -117,6 +117,22 @@ def test_no_less_exact_than_fla(peer: str, gpu: torch.device, measured: Measured
 IMPLEMENTATIONS = {"ours": fused_kda, "fla": fla_kda}
 
 
+TWINS = [
+    Case((2049,), H=96),
+    Case((20000,), H=2),
+    Case(PACKED, 12, keys="near"),
+    Case(PACKED, 12, gates="open", keys="near"),
+]
+
+
+@pytest.mark.parametrize("case", TWINS, ids=str)
+def test_triton_twins(case: Case, gpu: torch.device, measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on GPUs other than Hopper, here: to the same limits, and the same bits in two runs."""
+    monkeypatch.setenv("OPENK3_GLUON", "0")
+    measured.append(("twins", str(case), assert_exact(fused_kda, case, gpu)))
+    assert_deterministic(fused_kda, case, gpu)
+
+
 @pytest.mark.parametrize("H", [1, 12])
 def test_long_sequences(H: int, gpu: torch.device, measured: Measured) -> None:
     """Sequences long enough to be cut among the multiprocessors, one of them short."""
@@ -241,6 +257,23 @@ def test_inputs_of_any_layout(gpu: torch.device) -> None:
     o, final = call(fused_kda, leaves, case)
     found = torch.autograd.grad((o, final), list(leaves.values()), (d_o[:1].expand_as(d_o), d_final.mT.contiguous().mT))
     assert same_bits({"o": o, "final": final} | {f"d_{n}": x for n, x in zip(leaves, found)}, want) == []
+
+
+def test_inputs_at_any_address(gpu: torch.device) -> None:
+    """Contiguous tensors whose memory begins at an address that 16 does not divide, within the same limits."""
+    case = Case((100, 50), H=2)
+    values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+
+    def moved(x: Tensor) -> Tensor:
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+    leaves = {name: moved(x).requires_grad_() for name, x in values.items()}
+    assert all(x.data_ptr() % 16 and x.is_contiguous() for x in leaves.values())
+    o, final = call(fused_kda, leaves, case)
+    found = torch.autograd.grad((o, final), list(leaves.values()), (moved(grads[0]), moved(grads[1])))
+    got = {"o": o.detach(), "final": final.detach()} | {f"d_{name}": x for name, x in zip(leaves, found)}
+    wrong = {name: e for name, e in errors(got, exact(case, values, grads)).items() if e > case.limits[name]}
+    assert wrong == {}
 
 
 def test_no_bounds_and_no_gradient(gpu: torch.device) -> None:

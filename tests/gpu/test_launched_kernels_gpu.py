@@ -13,10 +13,14 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
-def test_what_runs_is_what_is_checked() -> None:
-    """Every variant that real sizes launch is one of its module's `compile_cases`, and none spills."""
+@pytest.mark.parametrize("gluon", ["1", "0"])
+def test_what_runs_is_what_is_checked(gluon: str) -> None:
+    """Every variant that real sizes launch, with and without Gluon's kernels, is one of its module's `compile_cases`,
+    and none spills."""
     command = [sys.executable, str(Path(__file__).parent / "launched_kernels.py")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=os.environ | {"OPENK3_GLUON": gluon}
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     variants = json.loads(result.stdout.splitlines()[-1])
     assert len({v["kernel"] for v in variants}) >= 10

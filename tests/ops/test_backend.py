@@ -57,6 +57,16 @@ def test_supported_by_the_kda_kernels(gpu: OnDevice, channels: tuple[int, int], 
     assert pick("kda", OnDevice("cuda:0", dtype), channels=channels) == "triton"
 
 
+def test_gluon_is_for_hopper(gpu: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On compute capability 9.0 alone, and not where it is ruled out."""
+    assert backend.prefers_gluon(gpu.device) and not backend.prefers_gluon(torch.device("cpu"))
+    monkeypatch.setenv("OPENK3_GLUON", "0")
+    assert not backend.prefers_gluon(gpu.device)
+    monkeypatch.delenv("OPENK3_GLUON")
+    monkeypatch.setattr(backend, "_capability", lambda device: (12, 0))
+    assert not backend.prefers_gluon(gpu.device)
+
+
 RULES = [
     ({"dtype": torch.float64}, {}, "x is torch.float64, not one of torch.float32, torch.bfloat16, torch.float16"),
     ({}, {"channels": (128, 256)}, "a head has 128 and 256 channels, not 16, 32, 64, 128"),
