@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openk3.ops.kda.gluon_launch import fits
+from openk3.ops.kda.gluon_launch import fits, launch
 from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.tiles import Span, Tiles
 
@@ -24,7 +24,7 @@ class ScanOutputs:
     """Where a scan writes; None is not wanted. All are written for every tile, token and run of the span."""
 
     o: Tensor | None = None  # [T, H, V] of all tokens
-    r: Tensor | None = None  # [tokens of the span, H, V]: v minus what the state predicted
+    r: Tensor | None = None  # [tokens of the span, H, V]: what each token writes, U
     states: Tensor | None = None  # [X, H, V, K]: the transposed state entering each tile
     final: Tensor | None = None  # [P, H, K, V] float32
     saved: Tensor | None = None  # [rows, H, K, V] float32: states behind tiles that Span.mark_X names
@@ -95,10 +95,13 @@ def fold(maps: Tensor, entering_PHKV: Tensor, tiles: Tiles, low: int, high: int)
     _, H, K, V = entering_PHKV.shape
     first, end = tiles.sequences_of(low, high)
     if (end - first) * H:
-        block = 16
-        fold_kernel[((end - first) * H * (V // block),)](
-            *(maps, entering_PHKV, tiles.parts_N[first:], low, high, H), K=K, V=V, BV=block, num_warps=8, num_stages=2
-        )
+        parts = tiles.parts_N[first:] if first else tiles.parts_N
+        constants, options = {"K": K, "V": V, "BV": 16}, {"num_warps": 8, "num_stages": 2}
+        programs, arguments = (end - first) * H * (V // 16), (maps, entering_PHKV, parts, low, high, H)
+        if maps.device.type == "cuda":
+            launch(fold_kernel, programs, arguments, constants, options)
+        else:
+            fold_kernel[(programs,)](*arguments, **constants, **options)
 
 
 def scan_settings(V: int, arch: int) -> dict[str, int]:
@@ -210,10 +213,10 @@ def scan_kernel(
             tl.store(states_ptr + at * (V * K) + value[:, None] * K + channel[None, :], left)
         error = tl.dot(tl.trans(v), eye, input_precision=precision)
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
-        if r_ptr is not None:
-            errors = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
-            tl.store(r_ptr + errors, tl.trans(error.to(io)), mask=live)
         write = tl.dot((error * beta[None, :]).to(io), tl.trans(inv), input_precision=precision).to(io)
+        if r_ptr is not None:
+            writes = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
+            tl.store(r_ptr + writes, tl.trans(write), mask=live)
         if AHEAD:  # the next tile waits for the state, nothing for the outputs
             state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
             decay = next_decay
