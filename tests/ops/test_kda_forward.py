@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openk3.ops import KdaGate, recurrent_kda
 from openk3.ops.kda import fused
-from openk3.ops.kda.fused import Forward, fused_forward
+from openk3.ops.kda.fused import Forward, fused_forward, split_tiles
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
 from openk3.ops.kda.tiles import Tiles, tile_table
@@ -159,3 +159,23 @@ def test_without_a_state_or_tokens() -> None:
     none = tuple(x[:0] for x in tokens)
     empty = fused_forward(none, gate, state, table([0]), split=False)
     assert empty.o_THV.shape == (0, 1, 16) and torch.equal(empty.final_NHKV, state)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "parts"),
+    [
+        ([256], 96, None),  # heads alone fill the device
+        ([256], 12, 11),  # as many parts as multiprocessors for twelve heads
+        ([4096], 12, 11),
+        ([32], 12, None),  # too short to pay for the maps
+        ([32] * 8, 12, None),  # as many sequences as would be parts
+        ([1] * 200 + [4096], 12, 20),  # one long sequence among many short ones
+        ([], 12, None),
+        ([0, 0], 12, None),
+    ],
+)
+def test_when_to_split(tiles: list[int], heads: int, parts: int | None) -> None:
+    """On 132 multiprocessors; none at all, as on a CPU, never splits."""
+    most = split_tiles(tiles, heads, 132)
+    assert (most is None) == (parts is None) and (most is None or -(-max(tiles) // most) == parts)
+    assert split_tiles(tiles, heads, 0) is None

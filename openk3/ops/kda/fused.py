@@ -57,11 +57,14 @@ def split_tiles(counts: Sequence[int], heads: int, multiprocessors: int) -> int 
     is the time of all rounds, or of the longest part if that is more.
     """
     total, longest = sum(counts), max(counts, default=0)
-    if not multiprocessors or not total * heads:
+    if (
+        total * heads >= longest * multiprocessors
+    ):  # nothing to gain: all multiprocessors are busy as long as the longest
         return None
+    counts_N = torch.tensor(counts)
 
     def rounds(tiles: int, width: int) -> float:
-        parts = sum(-(-count // tiles) for count in counts)
+        parts = int((counts_N + tiles - 1).div_(tiles, rounding_mode="floor").sum())
         return max(tiles, -(-parts * heads * width // multiprocessors) * total / parts)
 
     best, least = None, 0.8 * _SCAN * rounds(longest, 1)
