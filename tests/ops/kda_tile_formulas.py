@@ -101,19 +101,19 @@ def prepare(rows: Rows, bound: float = -5.0) -> Workspace:
 def forward_scan(
     space: Workspace, v_THV: Tensor, state_NHKV: Tensor, cut: Cut
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs and r [T, H, V], transposed states entering each tile [X, H, V, K], final states."""
+    """Outputs and writes [T, H, V], transposed states entering each tile [X, H, V, K], final states."""
     v = cut.spread(v_THV)
-    o, r, states = torch.empty_like(v), torch.empty_like(v), v.new_empty(*v.shape[:2], v.shape[3], space.nkd.shape[3])
+    o, u, states = torch.empty_like(v), torch.empty_like(v), v.new_empty(*v.shape[:2], v.shape[3], space.nkd.shape[3])
     final = state_NHKV.clone()
     for n, (first, end) in enumerate(zip(cut.bounds, cut.bounds[1:])):
         for x in range(first, end):
             S = final[n]
             states[x] = S.mT
-            r[x] = v[x] + space.nkd[x] @ S
-            U = space.inv[x] @ (space.beta[x][..., None] * r[x])
-            o[x] = space.qd[x] @ S + space.mqk[x] @ U
-            final[n] = space.decay[x][..., None] * S + space.kr[x].mT @ U
-    return cut.collect(o), cut.collect(r), states, final
+            r = v[x] + space.nkd[x] @ S
+            u[x] = space.inv[x] @ (space.beta[x][..., None] * r)
+            o[x] = space.qd[x] @ S + space.mqk[x] @ u[x]
+            final[n] = space.decay[x][..., None] * S + space.kr[x].mT @ u[x]
+    return cut.collect(o), cut.collect(u), states, final
 
 
 def reverse_scan(space: Workspace, d_o_THV: Tensor, d_final_NHKV: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +137,7 @@ class Scanned:
 
     states: Tensor
     d_states: Tensor
-    r: Tensor
+    writes: Tensor
     d_v: Tensor
     d_o: Tensor
 
@@ -145,15 +145,13 @@ class Scanned:
 def tile_gradients(inputs: dict[str, Tensor], scanned: Scanned, cut: Cut, bound: float = -5.0) -> dict[str, Tensor]:
     """Gradients of q, k, decay logits and beta logits, every tile and head by itself."""
     rows = tile_rows(inputs, cut, bound)
-    space = prepare(rows, bound)
-    r, dr, d_o = (cut.spread(x) for x in (scanned.r, scanned.d_v, scanned.d_o))
+    U, dr, d_o = (cut.spread(x) for x in (scanned.writes, scanned.d_v, scanned.d_o))
     C, K = rows.G.shape[2:]
     scale, R, last = K**-0.5, rows.G[:, :, -1:] / 2, rows.G[:, :, -1:]
     up, down = (rows.G - R).exp2(), (R - rows.G).exp2()
     kd, ki, qd = rows.kn * up, rows.kn * down, rows.qn * scale * up
-    U = space.inv @ (rows.beta[..., None] * r)
     dM, dP = (d_o @ U.mT).tril(), -(dr @ U.mT).tril(-1)
-    d_beta_logit = (1 - rows.beta) * ((dr * r).sum(-1) + (dP * (kd @ ki.mT)).sum(-1))
+    d_beta_logit = torch.exp(-cut.spread(inputs["beta_logit"][..., None]))[..., 0] * (dr * U).sum(-1)
     d_qd = (d_o @ scanned.states) * R.exp2() + dM @ ki
     d_kd = -(dr @ scanned.states) * R.exp2() + dP @ ki
     d_kr = U @ scanned.d_states * (last - R).exp2()

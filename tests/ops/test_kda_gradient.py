@@ -21,14 +21,14 @@ def both(
     """Gradients by the kernel, in poisoned memory, and by the formulas; those of outputs are random of this size."""
     cut = Cut.of(lengths, chunk)
     space = prepare(tile_rows(inputs, cut))
-    o, r, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
+    o, writes, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
     generator = torch.Generator().manual_seed(1)
     d_o, d_final = (torch.randn(x.shape, generator=generator, dtype=torch.float64) * size for x in (o, final))
     d_v, d_states, _ = reverse_scan(space, d_o, d_final, cut)
-    want = tile_gradients(inputs, Scanned(states, d_states, r, d_v, d_o), cut)
+    want = tile_gradients(inputs, Scanned(states, d_states, writes, d_v, d_o), cut)
     bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
     span = tile_table(bounds, torch.device("cpu"), chunk=chunk).sequences()
-    narrow = [x.to(dtype).contiguous() for x in (space.inv, r, states, d_states, d_o, d_v)]
+    narrow = [x.to(dtype).contiguous() for x in (writes, states, d_states, d_o, d_v)]
     scanned = gradient_kernel.Scanned(*narrow)
     tokens = tuple(inputs[name].to(dtype) for name in TOKENS)
     out = gradient_kernel.TokenGradients(*(torch.full_like(x, torch.nan) for x in tokens))

@@ -18,11 +18,11 @@ def test_formulas_equal_autograd(lengths: list[int], C: int) -> None:
     want = run_with_gradients(recurrent_kda, inputs, lengths)
     cut = Cut.of(lengths, C)
     space = prepare(tile_rows(inputs, cut))
-    o, r, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
+    o, writes, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
     generator = torch.Generator().manual_seed(99)
     d_o, d_final = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, final))
     d_v, d_states, d_state = reverse_scan(space, d_o, d_final, cut)
-    got = tile_gradients(inputs, Scanned(states, d_states, r, d_v, d_o), cut)
+    got = tile_gradients(inputs, Scanned(states, d_states, writes, d_v, d_o), cut)
     d_logit = got["d_decay_logit"]
     got["d_dt_bias"] = d_logit.sum(0)
     got["d_A_log"] = (d_logit * (inputs["decay_logit"] + inputs["dt_bias"])).sum((0, 2))

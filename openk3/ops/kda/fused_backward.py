@@ -168,13 +168,13 @@ class _Backward:
         workspace = prepare(q, k, logit, beta, self.gate, span=span)
         X, H, _, K = workspace.qd.shape
         states, d_states = workspace.qd.new_empty(2, X, H, v.shape[2], K)
-        r = workspace.qd.new_empty(span.num_tokens, *v.shape[1:])
+        writes = workspace.qd.new_empty(span.num_tokens, *v.shape[1:])
         entering = None if self.entering_PHKV is None else self.entering_PHKV[low:high]
-        scan(workspace, v, span, entering, ScanOutputs(r=r, states=states))
+        scan(workspace, v, span, entering, ScanOutputs(r=writes, states=states))
         d_leaving, d_entering = self._leaving(low, high, workspace, span, d_o_THV=d_o_THV, d_state_NHKV=d_state_NHKV)
-        written = ReverseOutputs(d_v=out.d_v, d_states=d_states, d_entering=d_entering)
-        reverse_scan(workspace, d_o_THV, span, d_leaving, written)
-        scanned = Scanned(workspace.inv, r, states, d_states, d_o_THV, out.d_v)
+        outputs = ReverseOutputs(d_v=out.d_v, d_states=d_states, d_entering=d_entering)
+        reverse_scan(workspace, d_o_THV, span, d_leaving, outputs)
+        scanned = Scanned(writes, states, d_states, d_o_THV, out.d_v)
         tile_gradients(self.tokens, self.gate, scanned, out, span=span)
 
     def _leaving(

@@ -37,14 +37,14 @@ def tile_gradients(
 ) -> None:
     """As `gradient_kernel.tile_gradients`, for bfloat16 and K = V = 128."""
     q, k, _, logit, beta = tokens
-    (_, H, K), V, C = q.shape, scanned.r.shape[2], span.chunk
+    (_, H, K), V, C = q.shape, scanned.writes.shape[2], span.chunk
     if span.num_tiles * H == 0:
         return
     rows = [matrix(x, H * K, (C, K)) for x in (q, k, logit, out.d_q, out.d_k, out.d_logit)]
-    values = [matrix(x, H * V, (C, V)) for x in (scanned.r, scanned.d_o, scanned.d_v)]
+    values = [matrix(x, H * V, (C, V)) for x in (scanned.writes, scanned.d_o, scanned.d_v)]
     states = [matrix(x, K, (V, K)) for x in (scanned.states, scanned.d_states)]
     arguments = [*rows, *values, *states, out.d_q, out.d_k, out.d_logit, out.d_beta]
-    arguments += [beta, gate.A_log_H, gate.dt_bias_HK, scanned.inv, span.start_X, span.length_X]
+    arguments += [beta, gate.A_log_H, gate.dt_bias_HK, span.start_X, span.length_X]
     arguments += [span.token_low, gate.lower_bound, K**-0.5, H]
     launch(gradient_kernel, span.num_tiles * H, arguments, {"K": K, "V": V, "C": C}, settings())
 
@@ -153,6 +153,14 @@ def _column_sums(x, scratch_s):
 
 
 @gluon.jit
+def _norms(buffer, layout: gl.constexpr):
+    """What normalises each row, in shared memory."""
+    x = buffer.load(layout).to(gl.float32)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [buffer.shape[0]], line, gl.rsqrt(gl.sum(x * x, 1) + 1e-6))
+
+
+@gluon.jit
 def _row(buffer, norm, layout: gl.constexpr):
     """Normalised rows, [K, C]."""
     return buffer.permute((1, 0)).load(layout).to(gl.float32) * norm.load(gl.SliceLayout(0, layout))[None, :]
@@ -167,6 +175,7 @@ def _clear(buffers, length, layout: gl.constexpr):
         for n in gl.static_range(len(buffers)):
             x = buffers[n].load(layout)
             buffers[n].store(gl.where(live[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
 
 
 @gluon.jit
@@ -188,12 +197,15 @@ def _put(x, buffer, out_d, out_ptr, start, length, head, H):
 
 
 @gluon.jit
-def _put_beta(d_log, beta_ptr, d_beta_ptr, start, length, head, H):
-    """Write the gradients of the beta logits of a tile from those of log beta, [C]."""
-    token = gl.arange(0, d_log.shape[0], layout=d_log.type.layout)
+def _put_beta(along, beta_ptr, d_beta_ptr, start, length, head, H):
+    """Write the gradients of the beta logits of a tile: sums of the writes' gradients times them, over beta.
+
+    (1 - beta) / beta is exp(-x) of the logit x; along falls as beta^2, so nothing is lost where that is limited.
+    """
+    token = gl.arange(0, along.shape[0], layout=along.type.layout)
     at = (start.to(gl.int64) + token) * H + head
-    beta = gl.load(beta_ptr + at, mask=token < length, other=0.0).to(gl.float32)
-    d_beta = d_log / (1.0 + gl.exp2(beta * 1.4426950408889634))
+    x = gl.load(beta_ptr + at, mask=token < length, other=0.0).to(gl.float32)
+    d_beta = along * gl.exp2(gl.minimum(x * -1.4426950408889634, 80.0))
     gl.store(d_beta_ptr + at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
 
 
@@ -208,7 +220,7 @@ def gradient_kernel(
     d_q_d,
     d_k_d,
     d_logit_d,
-    r_d,
+    writes_d,
     d_o_d,
     d_v_d,
     states_d,
@@ -220,7 +232,6 @@ def gradient_kernel(
     beta_ptr,
     a_log_ptr,
     bias_ptr,
-    inv_ptr,
     start_ptr,
     length_ptr,
     token_low,
@@ -231,11 +242,11 @@ def gradient_kernel(
     V: gl.constexpr,
     C: gl.constexpr,
 ):
-    """One tile of one head; rows of r are counted from token_low."""
+    """One tile of one head; rows of the writes are counted from token_low."""
     io: gl.constexpr = gl.bfloat16
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])  # [K, C]
     left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    square: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 4], [16, 8])  # [C, C] and [C, V]
+    square: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 4], [16, 8])  # [C, C]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     over_c: gl.constexpr = gl.SliceLayout(0, wide)
     over_k: gl.constexpr = gl.SliceLayout(1, wide)
@@ -250,139 +261,108 @@ def gradient_kernel(
     gl.thread_barrier()
     key, value = (start, head * K), (start, head * V)
     logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), tokens_bar)
-    r_s, d_o_s, d_r_s = _fetch((r_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), values_bar)
+    u_s, d_o_s, d_r_s = _fetch((writes_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), values_bar)
     states_s, d_states_s = _fetch((states_d, d_states_d), ((program * V, 0), (program * V, 0)), states_bar)
 
     # The gate, and the norms of the rows.
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
-    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
-    none = gl.zeros([C, C], gl.float32, layout=square)
-    zero = gl.zeros([K, C], gl.float32, layout=wide)
     live = gl.arange(0, C, layout=over_c) < length
+    zero = gl.zeros([K, C], gl.float32, layout=wide)
     mbarrier.wait(tokens_bar, 0)
     _clear((q_s, k_s), length, rows)
-    gl.thread_barrier()
     x, _ = _exponent(logit_s, a_log_ptr, bias_ptr, head)
     gate = (bound * 1.4426950408889634) / (1.0 + gl.exp2(x * -1.4426950408889634))
     gate = gl.where(live[None, :], gate, zero)
     middle = 0.5 * gl.sum(gate, 1)
     total = _running(gate) - middle[:, None]
 
-    k = k_s.load(rows).to(gl.float32)
-    k_scale = gl.rsqrt(gl.sum(k * k, 1) + 1e-6)
-    q = q_s.load(rows).to(gl.float32)
-    q_scale = gl.rsqrt(gl.sum(q * q, 1) + 1e-6)
-
     # Products among values.
     first: gl.constexpr = gl.DotOperandLayout(0, square, 2)
     second: gl.constexpr = gl.DotOperandLayout(1, square, 2)
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, first))
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, first))
-    inv = gl.load(inv_ptr + program.to(gl.int64) * (C * C) + i[:, None] * C + j[None, :])
+    none = gl.zeros([C, C], gl.float32, layout=square)
     mbarrier.wait(values_bar, 0)
-    _clear((r_s, d_o_s, d_r_s), length, rows)
-    token = gl.arange(0, C, layout=gl.SliceLayout(1, rows))
-    beta = gl.load(beta_ptr + (start.to(gl.int64) + token) * H + head, mask=token < length, other=0.0).to(gl.float32)
-    beta = 1.0 / (1.0 + gl.exp2(beta * -1.4426950408889634))
-    r = r_s.load(rows).to(gl.float32)
-    along = gl.sum(d_r_s.load(rows).to(gl.float32) * r, 1)
-    r_s.store((r * beta[:, None]).to(io))
-    write = mma_v2(inv, r_s.load(second), gl.zeros([C, V], gl.float32, layout=square)).to(io)
-    r_s.store(write)
-    fence_async_shared()
-    write_t = r_s.permute((1, 0)).load(second)
-    d_mqk = mma_v2(d_o_s.load(first), write_t, none)
-    d_keys = mma_v2(d_r_s.load(first), write_t, none)
+    _clear((u_s, d_o_s, d_r_s), length, rows)
+    along = gl.sum(d_r_s.load(rows).to(gl.float32) * u_s.load(rows).to(gl.float32), 1)
+    _put_beta(along, beta_ptr, d_beta_ptr, start, length, head, H)
+    u_t = u_s.permute((1, 0)).load(second)
+    d_mqk = mma_v2(d_o_s.load(first), u_t, none)
+    d_keys = mma_v2(d_r_s.load(first), u_t, none)
 
     # Products with the states.
     gl.thread_barrier()
     mbarrier.wait(states_bar, 0)
     states_t = states_s.permute((1, 0))
-    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_kr = warpgroup_mma(d_states_s.permute((1, 0)), r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     carried = gl.convert_layout(_shared_sums(states_s, d_states_s), over_k)
+    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    d_kr = warpgroup_mma(d_states_s.permute((1, 0)), u_s.permute((1, 0)), zero, use_acc=False, is_async=True)
 
     # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
     # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
     # gradients may be tiny: products are taken relative to the largest.
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     below = row[:, None] > column[None, :]
     diagonal = gl.where(row[:, None] == column[None, :], d_mqk, none)
     d_mqk = gl.where(below, d_mqk, none)
     d_keys = gl.where(below, -d_keys, none)
     own, peak = gl.reduce((diagonal, gl.maximum(gl.abs(d_mqk), gl.abs(d_keys))), 1, _add_and_maximum)
-    size = gl.max(peak, 0)
-    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(size, 1e-36))))
+    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(gl.max(peak, 0), 1e-36))))
     shrink = 1.0 / size
-    d_mqk = (d_mqk * shrink).to(io)
-    d_keys = (d_keys * shrink).to(io)
     half = gl.exp2(middle)
     d_kd, d_kr = warpgroup_mma_wait(0, (d_kd, d_kr))
     gl.thread_barrier()  # a warpgroup waits for its own products only, and what follows overwrites what both read
-    r_s._keep_alive()
+    u_s._keep_alive()
     d_r_s._keep_alive()
     d_states_s._keep_alive()
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    d_mqk_s = gl.allocate_shared_memory(io, [C, C], small)
-    d_keys_s = gl.allocate_shared_memory(io, [C, C], small)
-    k_norm = gl.allocate_shared_memory(gl.float32, [C], line)
-    q_norm = gl.allocate_shared_memory(gl.float32, [C], line)
-    own_s = gl.allocate_shared_memory(gl.float32, [C], line)
-    along_s = gl.allocate_shared_memory(gl.float32, [C], line)
-    dots_s = gl.allocate_shared_memory(gl.float32, [C], line)
-    carried_s = gl.allocate_shared_memory(gl.float32, [K], line)
-    ones_s = gl.allocate_shared_memory(io, [C, C], small)
-    ones_s.store(gl.where(row[:, None] >= column[None, :], 1.0, none).to(io))
-    d_mqk_s.store(d_mqk)
-    d_keys_s.store(d_keys)
-    own_s.store(own * (shrink * scale))
-    along_s.store(along)
+    d_mqk_s = gl.allocate_shared_memory(io, [C, C], small, (d_mqk * shrink).to(io))
+    d_keys_s = gl.allocate_shared_memory(io, [C, C], small, (d_keys * shrink).to(io))
+    ones_s = gl.allocate_shared_memory(io, [C, C], small, gl.where(row[:, None] >= column[None, :], 1.0, none).to(io))
     fence_async_shared()
-    total_s = gl.allocate_shared_memory(gl.float32, [K, C], gl.NVMMASharedLayout.get_default_for([K, C], gl.float32))
-    total_s.store(total)
-    scratch_s = gl.allocate_shared_memory(gl.float32, [K, C], total_s.layout)
-    k_norm.store(k_scale)
-    q_norm.store(q_scale)
-    d_kr = d_kr * shrink * half[:, None]
+    k_norm = _norms(k_s, rows)
+    q_norm = _norms(q_s, rows)
+    own_s = gl.allocate_shared_memory(gl.float32, [C], line, own * (shrink * scale))
+    dots_s = gl.allocate_shared_memory(gl.float32, [C], line)
+    parked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, C], gl.float32)
+    total_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, total)
+    scratch_s = gl.allocate_shared_memory(gl.float32, [K, C], parked)
 
-    # Products inside the tile. Gradients of decayed rows become those of the rows themselves as soon as they are whole;
-    # those of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay up
-    # to the one and takes from that up to the other cancels exactly where it should.
+    # Products inside the tile. Gradients of the decay take the rounded rows that the products take: then what a pair of
+    # tokens gives to the decay up to the one and takes from that up to the other cancels exactly where it should.
+    half_s = gl.allocate_shared_memory(gl.float32, [K], line, half)
+    d_kr = d_kr * shrink * half[:, None]
     ki = (_row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))).to(io)
-    carried_s.store(carried * shrink * half * half + gl.sum(d_kr * ki.to(gl.float32), 1))
-    inside = warpgroup_mma(gl.convert_layout(ki, left), d_keys_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    inside = warpgroup_mma_wait(0, (inside,))
+    carried_s = gl.allocate_shared_memory(
+        gl.float32, [K], line, carried * shrink * half * half + gl.sum(d_kr * ki.to(gl.float32), 1)
+    )
+    ki_left = gl.convert_layout(ki, left)
+    d_kd = d_kd * -shrink * half[:, None]
+    d_kd = warpgroup_mma(ki_left, d_keys_s.permute((1, 0)), d_kd, is_async=True)
     kd = (_row(k_s, k_norm, wide) * gl.exp2(total_s.load(wide))).to(io)
-    reads = _column_sums(inside * kd.to(gl.float32), scratch_s) * size
-    reads += along_s.load(reads.type.layout)
-    _put_beta(reads, beta_ptr, d_beta_ptr, start, length, head, H)
-    d_kd = inside - d_kd * shrink * half[:, None]
-    scratch_s.store(d_kd * kd.to(gl.float32))
-    d_k = d_kd * gl.exp2(total_s.load(wide))
     d_ki = warpgroup_mma(gl.convert_layout(kd, left), d_keys_s, d_kr, is_async=True)
     qd = (_row(q_s, q_norm, wide) * (gl.exp2(total_s.load(wide)) * scale)).to(io)
     d_ki = warpgroup_mma(gl.convert_layout(qd, left), d_mqk_s, d_ki, is_async=True)
     d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_ki = warpgroup_mma_wait(1, (d_ki,))
-    down = gl.exp2(-total_s.load(wide))
-    ki = (_row(k_s, k_norm, wide) * down).to(io)
-    scratch_s.store(scratch_s.load(wide) - d_ki * ki.to(gl.float32))
-    d_k += d_ki * down
+    d_kd, d_ki = warpgroup_mma_wait(1, (d_kd, d_ki))
+    d_log = d_kd * kd.to(gl.float32) - d_ki * ki.to(gl.float32)
+    total = total_s.load(wide)
+    d_k = d_kd * gl.exp2(total) + d_ki * gl.exp2(-total)
     d_qd = warpgroup_mma_wait(0, (d_qd,))
     gl.thread_barrier()
-    states_s._keep_alive()
     d_o_s._keep_alive()
-    parked_s = gl.allocate_shared_memory(gl.float32, [K, C], total_s.layout)
-    parked_s.store(d_k)
-    d_qd = d_qd * shrink * half[:, None]
-    d_qd = warpgroup_mma(gl.convert_layout(ki, left), d_mqk_s.permute((1, 0)), d_qd, is_async=True)
+    states_s._keep_alive()
+    d_qd = d_qd * shrink * half_s.load(over_k)[:, None]
+    d_qd = warpgroup_mma(ki_left, d_mqk_s.permute((1, 0)), d_qd, is_async=True)
+    d_k_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_k)
     d_qd = warpgroup_mma_wait(0, (d_qd,))
     d_mqk_s._keep_alive()
     d_keys_s._keep_alive()
     up = gl.exp2(total_s.load(wide)) * scale
     qd = (_row(q_s, q_norm, wide) * up).to(io)
-    d_log = scratch_s.load(wide) + d_qd * qd.to(gl.float32)
+    d_log += d_qd * qd.to(gl.float32)
     d_q = d_qd * up
+
+    d_q_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_q)
     d_log = _later_sums(d_log, ones_s, zero + carried_s.load(over_k)[:, None])
     ones_s._keep_alive()
     x, slope = _exponent(logit_s, a_log_ptr, bias_ptr, head)
@@ -393,9 +373,8 @@ def gradient_kernel(
     q = _row(q_s, q_norm, wide)
     k = _row(k_s, k_norm, wide)
     own = own_s.load(over_c)[None, :]
-    d_k = parked_s.load(wide) + q * own
-    d_k = _norm_gradient(d_k, k, k_norm, dots_s, scratch_s, size)
-    d_q = _norm_gradient(d_q + k * own, q, q_norm, dots_s, scratch_s, size)
+    d_k = _norm_gradient(d_k_s.load(wide) + q * own, k, k_norm, dots_s, scratch_s, size)
+    d_q = _norm_gradient(d_q_s.load(wide) + k * own, q, q_norm, dots_s, scratch_s, size)
     _put(d_k.to(io), k_s, d_k_d, d_k_ptr, start, length, head, H)
     _put(d_q.to(io), q_s, d_q_d, d_q_ptr, start, length, head, H)
     tma.store_wait(0)
@@ -406,8 +385,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     assert arch == 90
     tile, state = block_type((32, 128)), block_type((128, 128))
     given: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "logit_d", "d_q_d", "d_k_d", "d_logit_d"), tile)
-    given |= dict.fromkeys(("r_d", "d_o_d", "d_v_d"), tile) | dict.fromkeys(("states_d", "d_states_d"), state)
-    given |= dict.fromkeys(("d_q_ptr", "d_k_ptr", "d_logit_ptr", "d_beta_ptr", "beta_ptr", "inv_ptr"), "*bf16")
+    given |= dict.fromkeys(("writes_d", "d_o_d", "d_v_d"), tile) | dict.fromkeys(("states_d", "d_states_d"), state)
+    given |= dict.fromkeys(("d_q_ptr", "d_k_ptr", "d_logit_ptr", "d_beta_ptr", "beta_ptr"), "*bf16")
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
     return [(gradient_kernel, given, settings())]

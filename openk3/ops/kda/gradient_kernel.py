@@ -19,8 +19,7 @@ _PIECE = 256  # tokens that one program sums
 class Scanned:
     """What the scans leave for the gradients of the tiles of a span."""
 
-    inv: Tensor  # [X, H, C, C]
-    r: Tensor  # [tokens of the span, H, V]
+    writes: Tensor  # [tokens of the span, H, V]
     states: Tensor  # [X, H, V, K]
     d_states: Tensor  # [X, H, V, K]
     d_o: Tensor  # [T, H, V]
@@ -48,8 +47,8 @@ def tile_gradients(
 ) -> None:
     """Gradients of q, k, decay logits and beta logits of the span's tokens; tokens: contiguous, as in the forward."""
     q_THK, k_THK, _, logit_THK, beta_TH = tokens
-    (_, H, K), V = q_THK.shape, scanned.r.shape[2]
-    exact = scanned.inv.dtype == torch.float32
+    (_, H, K), V = q_THK.shape, scanned.writes.shape[2]
+    exact = scanned.writes.dtype == torch.float32
     if span.num_tiles * H == 0:
         return
     if _suits_hopper(tokens, scanned, span):
@@ -59,7 +58,7 @@ def tile_gradients(
     else:
         gradient_kernel[(span.num_tiles * H,)](
             *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
-            *(scanned.inv, scanned.r, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states),
+            *(scanned.writes, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states),
             *(out.d_q, out.d_k, out.d_logit, out.d_beta),
             *(span.start_X, span.length_X, span.token_low, gate.lower_bound, K**-0.5, H),
             K=K,
@@ -73,10 +72,10 @@ def tile_gradients(
 def _suits_hopper(tokens: tuple[Tensor, ...], scanned: Scanned, span: Span) -> bool:
     """Whether the Gluon kernel takes these: it moves bfloat16 tiles of 128 channels by Hopper's copy engine."""
     q, k, _, logit, _ = tokens
-    moved = (q, k, logit, scanned.r, scanned.d_o, scanned.d_v, scanned.states)
+    moved = (q, k, logit, scanned.writes, scanned.d_o, scanned.d_v, scanned.states)
     return (
         prefers_gluon(q.device)
-        and q.shape[2] == scanned.r.shape[2] == 128
+        and q.shape[2] == scanned.writes.shape[2] == 128
         and span.chunk == 32
         and all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in moved)
     )
@@ -150,8 +149,7 @@ def gradient_kernel(
     beta_ptr,
     a_log_ptr,
     bias_ptr,
-    inv_ptr,
-    r_ptr,
+    writes_ptr,
     d_v_ptr,
     d_o_ptr,
     states_ptr,
@@ -172,17 +170,14 @@ def gradient_kernel(
     BV: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One tile of one head. Rows of r are counted from token_low, all others from the first of all tokens."""
+    """One tile of one head. Rows of writes are counted from token_low, all others from the first of all tokens."""
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     program = tl.program_id(0).to(tl.int64)
     tile, head = program // H, program % H
     start, length = tl.load(start_ptr + tile).to(tl.int64), tl.load(length_ptr + tile)
     c, channel = tl.arange(0, C), tl.arange(0, K)
     live = c < length
-    io = inv_ptr.dtype.element_ty
-    inv = tl.load(inv_ptr + program * (C * C) + c[:, None] * C + c[None, :])
-    beta_logit = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-    beta = 1.0 / (1.0 + tl.exp2(-beta_logit))
+    io = writes_ptr.dtype.element_ty
 
     d_mqk = tl.zeros([C, C], tl.float32)
     d_keys = tl.zeros([C, C], tl.float32)
@@ -198,14 +193,13 @@ def gradient_kernel(
     block = column[:, None] * K + channel[None, :]
     state = program * (V * K)
     for v in tl.range(0, V, BV):
-        r = tl.load(r_ptr + values_low + v + rows, mask=live[:, None], other=0.0)
+        write = tl.load(writes_ptr + values_low + v + rows, mask=live[:, None], other=0.0)
         d_o = tl.load(d_o_ptr + values + v + rows, mask=live[:, None], other=0.0).to(io)
         d_r = tl.load(d_v_ptr + values + v + rows, mask=live[:, None], other=0.0).to(io)
         entering = tl.load(states_ptr + state + v * K + block)
         d_leaving = tl.load(d_states_ptr + state + v * K + block)
         carried += tl.sum(entering.to(tl.float32) * d_leaving.to(tl.float32), 0)
-        along += tl.sum(d_r.to(tl.float32) * r.to(tl.float32), 1)
-        write = tl.dot(inv, (r.to(tl.float32) * beta[:, None]).to(io), input_precision=precision).to(io)
+        along += tl.sum(d_r.to(tl.float32) * write.to(tl.float32), 1)
         d_mqk = tl.dot(d_o, tl.trans(write), d_mqk, input_precision=precision)
         d_keys = tl.dot(d_r, tl.trans(write), d_keys, input_precision=precision)
         d_qd = tl.dot(tl.trans(entering), tl.trans(d_o), d_qd, input_precision=precision)
@@ -243,10 +237,8 @@ def gradient_kernel(
     ki = (k * k_norm[None, :] * tl.exp2(-total)).to(io)
     d_kr = d_kr * shrink * half[:, None]
     carried = carried * shrink * half * half + tl.sum(d_kr * ki.to(tl.float32), 1)
-    inside = tl.dot(ki, tl.trans(d_keys), input_precision=precision)
     kd = (k * k_norm[None, :] * tl.exp2(total)).to(io)
-    along += tl.sum(inside * kd.to(tl.float32), 0) * size
-    d_kd = inside - d_kd * shrink * half[:, None]
+    d_kd = tl.dot(ki, tl.trans(d_keys), d_kd * -shrink * half[:, None], input_precision=precision)
     d_log = d_kd * kd.to(tl.float32)
     d_k = d_kd * tl.exp2(total)
     d_qd = tl.dot(ki, tl.trans(d_mqk), d_qd * shrink * half[:, None], input_precision=precision)
@@ -271,7 +263,9 @@ def gradient_kernel(
     d_k += q * own[None, :]
     d_k = (d_k - k * tl.sum(d_k * k, 0)[None, :]) * (k_norm * size)[None, :]
     tl.store(d_k_ptr + keys + tokens, tl.trans(d_k.to(d_k_ptr.dtype.element_ty)), mask=live[:, None])
-    d_beta = along / (1.0 + tl.exp2(beta_logit))
+    # (1 - beta) / beta is exp(-x) of the logit x; along falls as beta^2, so nothing is lost where that is limited.
+    beta_logit = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
+    d_beta = along * tl.exp2(tl.minimum(beta_logit * -1.4426950408889634, 80.0))
     tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
 
 
@@ -310,7 +304,7 @@ def gate_gradient_kernel(
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
     options = settings(128, 128)
-    tokens = ["q", "k", "logit", "beta", "inv", "r", "d_v", "d_o", "states", "d_states"]
+    tokens = ["q", "k", "logit", "beta", "writes", "d_v", "d_o", "states", "d_states"]
     tokens += ["d_q", "d_k", "d_logit", "d_beta"]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}

@@ -203,7 +203,7 @@ def _consume(
             )
             put_tokens(ready, o_s, o_ptr, ready_start, ready_length, H, head, column, V)
         if r_ptr is not None:
-            put_tokens(error.to(gl.bfloat16), r_s, r_ptr, start - token_low, length, H, head, column, V)
+            put_tokens(write_io, r_s, r_ptr, start - token_low, length, H, head, column, V)
         if o_ptr is not None:
             state, out = warpgroup_mma_wait(0, (state, out))
             ready = out.to(gl.bfloat16)
