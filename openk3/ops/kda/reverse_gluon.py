@@ -116,9 +116,10 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
             fence_async_shared()
             tma.async_copy_shared_to_global(d_states_d, [(tile * H + head) * V + column, 0], d_states_s)
         d_write = warpgroup_mma_wait(0, (d_write,))
-        d_v = warpgroup_mma(
-            gl.convert_layout(d_write.to(gl.bfloat16), left), inv_s.index(stage), zero, use_acc=False, is_async=True
-        )
+        high = d_write.to(gl.bfloat16)  # in two parts: this product costs nothing beside the others, its rounding does
+        rest = (d_write - high.to(gl.float32)).to(gl.bfloat16)
+        d_v = warpgroup_mma(gl.convert_layout(high, left), inv_s.index(stage), zero, use_acc=False, is_async=True)
+        d_v = warpgroup_mma(gl.convert_layout(rest, left), inv_s.index(stage), d_v, is_async=True)
         state = warpgroup_mma(gl.convert_layout(d_o, wide_left), qd_s.index(stage), state, is_async=True)
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         d_v = warpgroup_mma_wait(1, (d_v,))

@@ -143,7 +143,9 @@ def reverse_kernel(
             tl.store(d_states_ptr + at * (V * K) + transposed, leaving)
         d_write = tl.dot(tl.trans(d_o), mqk, input_precision=precision)
         d_write = tl.dot(leaving, tl.trans(kr), d_write, input_precision=precision)
-        d_v = (tl.dot(d_write.to(io), inv, input_precision=precision) * beta[None, :]).to(io)
+        rest = (d_write - d_write.to(io).to(tl.float32)).to(io)  # in two parts: the rounding of one would be felt
+        d_v = tl.dot(d_write.to(io), inv, input_precision=precision)
+        d_v = (tl.dot(rest, inv, d_v, input_precision=precision) * beta[None, :]).to(io)
         if d_v_ptr is not None:
             tl.store(d_v_ptr + first + tokens, tl.trans(d_v).to(d_v_ptr.dtype.element_ty), mask=live)
         state = tl.dot(tl.trans(d_o), qd, state * decay[None, :], input_precision=precision)

@@ -186,10 +186,16 @@ def _consume(
             at = (low + step) * H + head
             tma.async_copy_shared_to_global(states_d, [at * V + column, 0], states_s)
         error = warpgroup_mma_wait(0, (error,))
-        strong = (error * beta[None, :]).to(gl.bfloat16)
+        strong_wide = error * beta[None, :]
+        strong = strong_wide.to(gl.bfloat16)
         write = warpgroup_mma(
             gl.convert_layout(strong, left), inv_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
+        if states_d is not None:  # for gradients in two parts: the copies take longer anyway
+            rest = (strong_wide - strong.to(gl.float32)).to(gl.bfloat16)
+            write = warpgroup_mma(
+                gl.convert_layout(rest, left), inv_s.index(stage).permute((1, 0)), write, is_async=True
+            )
         if o_ptr is not None:
             out = warpgroup_mma(entering, qd_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         decay = decay_s.index(stage).reshape([K]).load(gl.SliceLayout(0, wide))

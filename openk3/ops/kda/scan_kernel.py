@@ -213,7 +213,13 @@ def scan_kernel(
             tl.store(states_ptr + at * (V * K) + value[:, None] * K + channel[None, :], left)
         error = tl.dot(tl.trans(v), eye, input_precision=precision)
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
-        write = tl.dot((error * beta[None, :]).to(io), tl.trans(inv), input_precision=precision).to(io)
+        strong = error * beta[None, :]
+        write = tl.dot(strong.to(io), tl.trans(inv), input_precision=precision)
+        if states_ptr is not None:  # for gradients in two parts
+            write = tl.dot(
+                (strong - strong.to(io).to(tl.float32)).to(io), tl.trans(inv), write, input_precision=precision
+            )
+        write = write.to(io)
         if r_ptr is not None:
             writes = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
             tl.store(r_ptr + writes, tl.trans(write), mask=live)
