@@ -1,0 +1,101 @@
+"""Gluon kernels are launched from a memory of what was compiled, and only where they can run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from openk3.ops.kda import gluon_launch  # noqa: E402
+from openk3.ops.kda.gluon_launch import fits, launch, matrix  # noqa: E402
+from openk3.ops.kda.prepare_kernel import Workspace  # noqa: E402
+
+
+class Kernel:
+    """Stands for a jitted function: notes what it compiles, and what that is launched with."""
+
+    def __init__(self) -> None:
+        self.fn = self
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Kernel:
+        assert warmup
+        self.compiled.append((*arguments, constants))
+        return self
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments: self.launched.append((grid, *arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """A kernel that nothing is remembered of, on the only device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gluon_launch, "_compiled", {})
+    return Kernel()
+
+
+def workspace(**other: torch.Tensor) -> Workspace:
+    """That of two tiles of three heads."""
+    shapes = {"nkd": (32, 128), "qd": (32, 128), "kr": (32, 128), "inv": (32, 32), "mqk": (32, 32)}
+    tiles = {name: torch.zeros(2, 3, *shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    return Workspace(**(tiles | {"decay": torch.zeros(2, 3, 128), "beta": torch.zeros(2, 3, 32)} | other))
+
+
+def test_kinds_of_arguments_compile_once(kernel: Kernel) -> None:
+    """Other addresses, sizes and numbers run what is there; another format, block, constant or None does not."""
+    x, y = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(8)
+    base: dict[str, Any] = {"arguments": [matrix(x, 128, (32, 128)), y, None, 5], "constants": {"K": 128}}
+
+    def go(programs: int, **other: Any) -> int:
+        launch(kernel, programs, **(base | other), options={"num_warps": 4})
+        return len(kernel.compiled)
+
+    assert go(7) == 1
+    assert go(9, arguments=[matrix(x[:32].clone(), 128, (32, 128)), torch.ones(16), None, 6]) == 1
+    assert go(7, arguments=[matrix(x, 128, (64, 128)), y, None, 5]) == 2
+    assert go(7, arguments=[matrix(x, 128, (32, 128)), y, y, 5]) == 3
+    assert go(7, arguments=[matrix(x, 128, (32, 128)), y.double(), None, 5]) == 4
+    assert go(7, constants={"K": 64}) == 5
+    assert go(7) == 5
+    grids = [grid for grid, *_ in kernel.launched]
+    assert grids == [(7, 1, 1), (9, 1, 1), *[(7, 1, 1)] * 5]
+    assert [arguments[-2:] for _, *arguments in kernel.launched[:2]] == [[5, 128], [6, 128]]
+
+
+def test_addresses_that_16_does_not_divide_are_another_kernel(kernel: Kernel) -> None:
+    """What was compiled for wide accesses never meets an address that has none."""
+    x = torch.zeros(9)
+    for part in (x[:8], x[1:], x[:8]):
+        launch(kernel, 1, [part], {}, {})
+    assert len(kernel.compiled) == 2
+
+
+def test_a_matrix_is_rows_of_all_that_it_is_made_of() -> None:
+    """Rows and strides in elements, as the launcher of Triton encodes them."""
+    x = torch.zeros(4, 3, 32, 128)
+    found = matrix(x, 128, (32, 128))
+    assert (found.base is x, found.shape, found.strides, found.block) == (True, (384, 128), (128, 1), (32, 128))
+
+
+def test_gluon_scans_run_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16, 128 channels, at least one tile, contiguous and aligned; and never on a CPU."""
+    v, w = torch.zeros(64, 3, 128, dtype=torch.bfloat16), workspace()
+    assert not fits(w, v)
+    monkeypatch.setattr(gluon_launch, "prefers_gluon", lambda device: True)
+    assert fits(w, v) and fits(w, v, None, torch.zeros(3))
+    odd = torch.zeros(9)[1:]
+    assert not fits(w, v, odd)
+    assert not fits(w, v, torch.zeros(4, 4).T)
+    assert not fits(w, v.half())
+    assert not fits(w, v.float())
+    assert not fits(w, v[:, :, :64].contiguous())
+    assert not fits(dataclasses.replace(w, nkd=w.nkd[:0]), v)
+    assert not fits(dataclasses.replace(w, nkd=w.nkd.float()), v)
+    assert not fits(dataclasses.replace(w, kr=w.kr.transpose(0, 1)), v)
+    assert not fits(dataclasses.replace(w, nkd=w.nkd[:, :, :16].contiguous()), v)
