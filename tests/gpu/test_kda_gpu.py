@@ -20,6 +20,7 @@ from kda_kernel_checks import (
     assert_checkpoints,
     assert_deterministic,
     assert_exact,
+    assert_extreme_logits,
     assert_reads_no_garbage,
     assert_sequences_are_alone,
     call,
@@ -162,6 +163,13 @@ def test_causal(T: int, H: int, dtype: torch.dtype, gpu: torch.device) -> None:
     draw = random.Random(T)
     first_H = [T - 1, T // 2, *draw.choices(range(1, T), k=96)][:H]
     assert_causal(fused_kda, Case((T,), H=H, dtype=dtype), first_H, gpu)
+
+
+@pytest.mark.parametrize("gluon", ["1", "0"])
+def test_extreme_logits(gluon: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates and betas that are off or on entirely, rows of zeros."""
+    monkeypatch.setenv("OPENK3_GLUON", gluon)
+    assert_extreme_logits(fused_kda, Case(PACKED, H=12), gpu)
 
 
 @pytest.mark.parametrize("case", [Case((4097,), H=12), Case((20000,), H=1), Case(PACKED, H=96)], ids=str)

@@ -145,6 +145,21 @@ def assert_exact(op: Op, case: Case, device: torch.device | str = "cpu") -> dict
     return found
 
 
+def assert_extreme_logits(op: Op, case: Case, device: torch.device | str = "cpu") -> None:
+    """Where a sigmoid is 0 or 1 to the last digit, results are finite and right, and so are zero keys and queries."""
+    values, grads = kernel_inputs(case, device), cotangents(case, device)
+    for name, factor in (("beta_logit", 100), ("decay_logit", 60)):
+        values[name] = values[name].sign() * factor
+    values["q"][::3] = 0
+    values["k"][1::4] = 0
+    got, want = everything(op, values, case, grads), exact(case, values, grads)
+    for name in ("d_q", "d_k"):  # of a zero row: a thousand times the others, by the root's slope
+        got[name][values[name[2:]].abs().sum(2) == 0] *= 1e-3
+        want[name][values[name[2:]].abs().sum(2) == 0] *= 1e-3
+    wrong = {name: error for name, error in errors(got, want).items() if error > case.limits[name]}
+    assert wrong == {}
+
+
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names of the tensors that differ in any bit of any value."""
     return [name for name in a if not torch.equal(*(x[name].contiguous().view(torch.uint8) for x in (a, b)))]

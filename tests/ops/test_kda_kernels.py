@@ -11,6 +11,7 @@ from kda_kernel_checks import (
     assert_checkpoints,
     assert_deterministic,
     assert_exact,
+    assert_extreme_logits,
     assert_reads_no_garbage,
     assert_sequences_are_alone,
 )
@@ -67,6 +68,12 @@ def test_causal(dtype: torch.dtype) -> None:
     """No bit of an output depends on what comes after it, inside one tile neither."""
     first_H = (1, 2, 5, 15, 16, 30, 31, 32, 40, 69)
     assert_causal(fused_kda, Case((70,), H=len(first_H), K=16, V=16, dtype=dtype), first_H)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_logits(dtype: torch.dtype) -> None:
+    """Gates and betas that are off or on entirely, rows of zeros."""
+    assert_extreme_logits(fused_kda, Case((70, 3), dtype=dtype, **SMALL))
 
 
 def test_deterministic() -> None:
