@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from openk3.ops.kda.gluon_launch import block_type, launch, matrix
 from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.reverse_kernel import ReverseOutputs
-from openk3.ops.kda.scan_gluon import ROWS, put_tokens
+from openk3.ops.kda.scan_gluon import ROWS, put_states, put_tokens
 from openk3.ops.kda.tiles import Span
 
 
@@ -42,8 +42,8 @@ def reverse_scan(
 
 
 def settings() -> dict[str, int]:
-    """Stages of the ring, and launch options."""
-    return {"STAGES": 4, "num_warps": 4, "maxnreg": 168}
+    """Stages of the ring (three are slower: what is loaded early competes with the stores), and launch options."""
+    return {"STAGES": 2, "num_warps": 4, "maxnreg": 168}
 
 
 @gluon.jit
@@ -111,10 +111,8 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
         decay = decay_s.index(stage).reshape([K]).load(gl.SliceLayout(0, wide))
         state = state * decay[None, :]
         if d_states_d is not None:
-            tma.store_wait(0)
-            d_states_s.store(rounded)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(d_states_d, [(tile * H + head) * V + column, 0], d_states_s)
+            buffer = d_states_s.index(2 * GROUP + (step & 1))
+            put_states(rounded, buffer, d_states_d, (tile * H + head) * V + column)
         d_write = warpgroup_mma_wait(0, (d_write,))
         high = d_write.to(gl.bfloat16)  # in two parts: this product costs nothing beside the others, its rounding does
         rest = (d_write - high.to(gl.float32)).to(gl.bfloat16)
@@ -177,7 +175,7 @@ def reverse_kernel(
     beta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, C], beta_d.layout)
     d_o_s = gl.allocate_shared_memory(io, [STAGES, C, V], d_o_d.layout)
     d_v_s = gl.allocate_shared_memory(io, [2, C, 64], d_o_d.layout)
-    d_states_s = d_v_s if d_states_d is None else gl.allocate_shared_memory(io, [2, 64, K], d_states_d.layout)
+    d_states_s = d_v_s if d_states_d is None else gl.allocate_shared_memory(io, [4, 64, K], d_states_d.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -188,8 +186,8 @@ def reverse_kernel(
     ring = (nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, d_o_s)
     pointers = (d_v_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr)
     place = (run_head.to(gl.int64), low, steps, H, head)
-    first = (d_states_d, d_v_s.index(0), d_states_s.index(0))
-    second = (d_states_d, d_v_s.index(1), d_states_s.index(1))
+    first = (d_states_d, d_v_s.index(0), d_states_s)
+    second = (d_states_d, d_v_s.index(1), d_states_s)
     BYTES: gl.constexpr = 2 * (3 * C * K + 2 * C * C + C * V) + 4 * K + 4 * C
     gl.warp_specialize(
         [

@@ -123,6 +123,15 @@ def put_tokens(values, buffer, out_ptr, row, length, H, head, column, V: gl.cons
 
 
 @gluon.jit
+def put_states(values, buffer, out_d, row):
+    """Write values [64, K] to rows from `row` on, by the copy engine, from the one of two buffers not used last."""
+    tma.store_wait(1)
+    buffer.store(values)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_d, [row, 0], buffer)
+
+
+@gluon.jit
 def _consume(
     ring,
     full,
@@ -180,11 +189,8 @@ def _consume(
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         error = warpgroup_mma(entering, nkd_s.index(stage).permute((1, 0)), v, is_async=True)
         if states_d is not None:
-            tma.store_wait(0)
-            states_s.store(rounded)
-            fence_async_shared()
-            at = (low + step) * H + head
-            tma.async_copy_shared_to_global(states_d, [at * V + column, 0], states_s)
+            buffer = states_s.index(2 * GROUP + (step & 1))
+            put_states(rounded, buffer, states_d, ((low + step) * H + head) * V + column)
         error = warpgroup_mma_wait(0, (error,))
         strong_wide = error * beta[None, :]
         strong = strong_wide.to(gl.bfloat16)
@@ -293,12 +299,12 @@ def scan_kernel(
     fence_async_shared()
     o_s = gl.allocate_shared_memory(io, [GROUPS, C, 64], v_d.layout)
     r_s = o_s if r_ptr is None else gl.allocate_shared_memory(io, [GROUPS, C, 64], v_d.layout)
-    states_s = o_s if states_d is None else gl.allocate_shared_memory(io, [GROUPS, 64, K], states_d.layout)
+    states_s = o_s if states_d is None else gl.allocate_shared_memory(io, [2 * GROUPS, 64, K], states_d.layout)
     descriptors = (nkd_d, qd_d, kr_d, inv_d, mqk_d, decay_d, beta_d, v_d)
     ring = (nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, v_s)
     pointers = (o_ptr, r_ptr, initial_ptr, final_ptr, saved_ptr, start_ptr, length_ptr, mark_ptr, token_low)
     place = (run_head.to(gl.int64), low, steps, H, head)
-    first = (states_d, o_s.index(0), r_s.index(0), states_s.index(0))
+    first = (states_d, o_s.index(0), r_s.index(0), states_s)
     operands: gl.constexpr = (3 * C * K + 2 * C * C) if READ else (2 * C * K + C * C)
     BYTES: gl.constexpr = 2 * operands + 4 * K + 4 * C
     if GROUPS == 1:
@@ -314,7 +320,7 @@ def scan_kernel(
             [24],
         )
     else:
-        second = (states_d, o_s.index(1), r_s.index(1), states_s.index(1))
+        second = (states_d, o_s.index(1), r_s.index(1), states_s)
         gl.warp_specialize(
             [
                 (_consume, (ring, full, empty, first, pointers, place, column, K, V, MAPS, 0)),
