@@ -78,12 +78,8 @@ def _split_taps(x, K: gl.constexpr):
     even, odd = gl.split(gl.reshape(x, [4, K, 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
-    return (
-        gl.convert_layout(x0, ROWS),
-        gl.convert_layout(x1, ROWS),
-        gl.convert_layout(x2, ROWS),
-        gl.convert_layout(x3, ROWS),
-    )
+    x0, x1 = gl.convert_layout(x0, ROWS), gl.convert_layout(x1, ROWS)
+    return x0, x1, gl.convert_layout(x2, ROWS), gl.convert_layout(x3, ROWS)
 
 
 @gluon.jit
@@ -91,6 +87,14 @@ def _join_taps(x0, x1, x2, x3, K: gl.constexpr):
     """[4, K, 4] of four taps."""
     x = gl.join(gl.join(x0, x2), gl.join(x1, x3))
     return gl.convert_layout(gl.reshape(x, [4, K, 4]), _taps_layout(K))
+
+
+@gluon.jit
+def _filters(filters, head, K: gl.constexpr):
+    """The convolution weights of a head, tap by tap in float32."""
+    row, at = _tap_index(K)
+    weight_ptr = _of_row(row, filters[0], filters[1], filters[2], filters[2]) + head * (K * 4) + at
+    return _split_taps(gl.load(weight_ptr, mask=row < 3, other=0.0).to(gl.float32), K)
 
 
 @gluon.jit
@@ -278,9 +282,8 @@ def decode_kernel(
         x = gl.load(_token_ptr(rows, strides, n, row, head * K + channel))
         tap_row, at = _tap_index(K)
         window_ptr = _of_row(tap_row, pool[1], pool[2], pool[3], pool[3]) + cell * (K * W) + at
-        weight_ptr = _of_row(tap_row, filters[0], filters[1], filters[2], filters[2]) + head * (K * W) + at
         window = gl.load(window_ptr, mask=tap_row < 3, other=0.0).to(x.dtype)
-        weight = gl.load(weight_ptr, mask=tap_row < 3, other=0.0).to(gl.float32)
+        weights = _filters(filters, head, K)
         bias = gl.load(dt_bias_ptr + head * K + channel + row * 0, mask=row == 3, other=0.0).to(gl.float32)
         slope = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
         beta = _sigmoid(gl.load(rows[4] + n * strides[4] + head).to(gl.float32))
@@ -290,8 +293,7 @@ def decode_kernel(
         taps = (t0, t1, t2, x)
         next_ptr = _of_row(tap_row, into[1], into[2], into[3], into[3]) + cell * (K * W) + at
         gl.store(next_ptr, _join_taps(t0, t1, t2, x, K).to(into[1].dtype.element_ty), mask=tap_row < 3)
-        convolved = _convolve(taps, _split_taps(weight, K))
-        vectors.store(_vectors(convolved, x, slope, bias, row, BOUND))
+        vectors.store(_vectors(_convolve(taps, weights), x, slope, bias, row, BOUND))
         async_copy.wait_group(0)
         gl.thread_barrier()
         o = _recur(state, vectors, beta, into[0] + cell * (K * V), tile, R)
@@ -304,7 +306,7 @@ def decode_kernel(
 def _tokens(
     state,
     taps,
-    weights,
+    filters,
     rows,
     strides,
     first,
@@ -338,20 +340,19 @@ def _tokens(
     start = count * 0
     while start < count:
         stop = gl.minimum(start + BLOCK, count)
+        weights = _filters(filters, head, K)  # here: they would take registers for as long as they are held
         j = start
         while j < stop:
             ahead_ptr = _token_ptr(rows, strides, first + j + 1, row, head * K + channel)
             ahead = gl.load(ahead_ptr, mask=(row * 0 + j + 1) < count, other=0.0)
             if KEEP:
-                kept_strides: gl.constexpr = (1, 1, 1, 1)
                 kept_at = ((first_kept + j) * H + head) * K
-                gl.store(_token_ptr(kept, kept_strides, kept_at, row, channel), x)
+                gl.store(_token_ptr(kept, (1, 1, 1, 1), kept_at, row, channel), x)
                 logit = gl.load(rows[4] + (first + j) * strides[4] + head)
                 gl.store(kept[4] + (first_kept + j) * H + head, logit)
             taps = (taps[1], taps[2], taps[3], x)
-            vectors.index((j - start).to(gl.int32)).store(
-                _vectors(_convolve(taps, weights), x, slope, bias, row, BOUND)
-            )
+            vector = vectors.index((j - start).to(gl.int32))
+            vector.store(_vectors(_convolve(taps, weights), x, slope, bias, row, BOUND))
             x = ahead
             j += 1
         gl.thread_barrier()
@@ -404,7 +405,7 @@ def draft_kernel(
     gate_ptr,
     gate_stride,
     y_ptr,
-    old,  # drafts to replay, as `rows`; with DEPTH, the pools that take the new ones
+    old,  # drafts to replay, as `rows`; KEPT: the pools that take the new ones
     old_strides,
     pool,  # states, windows of q, k, v
     filters,  # convolution weights of q, k, v
@@ -416,7 +417,8 @@ def draft_kernel(
     accepted_ptr,
     eps,
     H,
-    DEPTH: gl.constexpr,
+    depth,
+    KEPT: gl.constexpr,
     BOUND: gl.constexpr,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -428,7 +430,7 @@ def draft_kernel(
 ):
     """Replay accepted drafts, then verify new ones: one program for each request and head.
 
-    Old drafts lie in row slot * DEPTH and the following, or for DEPTH = 0 in the rows that the bounds give.
+    Old drafts lie in row slot * depth and the following, or unless KEPT in the rows that the bounds give.
     """
     gl.static_assert(W == 4 and K == V)
     STATE: gl.constexpr = _state_layout(R, V)
@@ -440,7 +442,7 @@ def draft_kernel(
     row, channel = _row_index(K)
     begin = n * 0
     length = n * 0
-    if VERIFY or DEPTH == 0:
+    if VERIFY or not KEPT:
         begin = gl.load(bounds_ptr + n).to(gl.int64)
         length = gl.load(bounds_ptr + n + 1).to(gl.int64) - begin
     if slot >= 0:
@@ -452,19 +454,17 @@ def draft_kernel(
             state = state + (gl.load(pool[0] + i * (R * V) + tile).to(gl.float32),)
         tap_row, at = _tap_index(K)
         window_ptr = _of_row(tap_row, pool[1], pool[2], pool[3], pool[3]) + cell * (K * W) + at
-        weight_ptr = _of_row(tap_row, filters[0], filters[1], filters[2], filters[2]) + head * (K * W) + at
         taps = _split_taps(gl.load(window_ptr, mask=tap_row < 3, other=0.0).to(old[0].dtype.element_ty), K)
-        weights = _split_taps(gl.load(weight_ptr, mask=tap_row < 3, other=0.0).to(gl.float32), K)
         bias = gl.load(dt_bias_ptr + head * K + channel + row * 0, mask=row == 3, other=0.0).to(gl.float32)
         slope = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
         vectors = gl.allocate_shared_memory(gl.float32, [BLOCK, 4, K], PLAIN)
         shared = (vectors, gl.allocate_shared_memory(gl.float32, [BLOCK, 1, V], PLAIN))
         if REPLAY:
             count = gl.load(accepted_ptr + n).to(gl.int64)
-            count = gl.minimum(count, DEPTH) if DEPTH > 0 else gl.minimum(count, length)
-            first = slot * DEPTH if DEPTH > 0 else begin
+            count = gl.minimum(count, depth) if KEPT else gl.minimum(count, length)
+            first = slot * depth if KEPT else begin
             state, taps = _tokens(
-                *(state, taps, weights, old, old_strides, first, count, slope, bias, shared),
+                *(state, taps, filters, old, old_strides, first, count, slope, bias, shared),
                 *((0, 0, 0, 0, 0), old, first, head, H, BOUND, K, R, BLOCK, DTYPE, False, False),
             )
             if count > 0:
@@ -475,8 +475,8 @@ def draft_kernel(
         if VERIFY:
             outputs = (gate_ptr, gate_stride, y_ptr, gl.load(norm_ptr + channel).to(gl.float32), eps)
             _tokens(
-                *(state, taps, weights, rows, strides, begin, length, slope, bias, shared),
-                *(outputs, old, slot * DEPTH, head, H, BOUND, K, R, BLOCK, DTYPE, True, DEPTH > 0),
+                *(state, taps, filters, rows, strides, begin, length, slope, bias, shared),
+                *(outputs, old, slot * depth, head, H, BOUND, K, R, BLOCK, DTYPE, True, KEPT),
             )
     elif VERIFY:
         i = begin

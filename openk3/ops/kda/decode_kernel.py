@@ -257,7 +257,7 @@ def draft_kernel(
     gate_ptr,
     gate_stride,
     y_ptr,
-    old,  # drafts to replay, as `rows`; with DEPTH, the pools that take the new ones
+    old,  # drafts to replay, as `rows`; KEPT: the pools that take the new ones
     old_strides,
     pool,  # states, windows of q, k, v
     filters,  # convolution weights of q, k, v
@@ -269,7 +269,8 @@ def draft_kernel(
     accepted_ptr,
     eps,
     H,
-    DEPTH: tl.constexpr,
+    depth,
+    KEPT: tl.constexpr,
     BOUND: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -280,7 +281,7 @@ def draft_kernel(
 ):
     """Replay accepted drafts, then verify new ones: one program for each request and head.
 
-    Old drafts lie in row slot * DEPTH and the following, or for DEPTH = 0 in the rows that the bounds give.
+    Old drafts lie in row slot * depth and the following, or unless KEPT in the rows that the bounds give.
     """
     n = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
@@ -289,7 +290,7 @@ def draft_kernel(
     slot = tl.load(slot_ptr + n).to(tl.int64)
     begin = n * 0
     length = n * 0
-    if VERIFY or DEPTH == 0:
+    if VERIFY or not KEPT:
         begin = tl.load(bounds_ptr + n).to(tl.int64)
         length = tl.load(bounds_ptr + n + 1).to(tl.int64) - begin
     if slot >= 0:
@@ -307,8 +308,8 @@ def draft_kernel(
         dt_bias = tl.load(dt_bias_ptr + head * K + key)
         if REPLAY:
             accepted = tl.load(accepted_ptr + n).to(tl.int64)
-            count = tl.minimum(accepted, DEPTH) if DEPTH > 0 else tl.minimum(accepted, length)
-            first = slot * DEPTH if DEPTH > 0 else begin
+            count = tl.minimum(accepted, depth) if KEPT else tl.minimum(accepted, length)
+            first = slot * depth if KEPT else begin
             state, taps = _tokens(
                 *(state, taps, old, old_strides, first, count, y_ptr, old, first, filters, A_log, dt_bias, head, H),
                 *(BOUND, K, V, W, B, STATE, False, False),
@@ -330,14 +331,14 @@ def draft_kernel(
                     length,
                     y_ptr,
                     old,
-                    slot * DEPTH,
+                    slot * depth,
                     filters,
                     A_log,
                     dt_bias,
                     head,
                     H,
                 ),
-                *(BOUND, K, V, W, B, STATE, True, DEPTH > 0),
+                *(BOUND, K, V, W, B, STATE, True, KEPT),
             )
             tl.debug_barrier()
             j = begin
@@ -360,16 +361,16 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]
     layer = gate | {"filters": ("*fp32",) * 3, "norm_ptr": "*fp32", "eps": "fp32", "pool": pool}
     tokens = {"rows": rows, "strides": strides, "gate_ptr": "*bf16", "gate_stride": "i32:16", "y_ptr": "*bf16"}
     bounds = {"bounds_ptr": "*i32", "accepted_ptr": "*i32"}
-    old = {"old": rows, "old_strides": strides}
+    old = {"old": rows, "old_strides": strides, "depth": "i32"}
     draft = layer | tokens | old | bounds
     step = {"tokens": rows, "strides": strides, "o_ptr": "*bf16", "state_ptr": "*fp32", "next_ptr": "*fp32"}
-    no_output = {"gate_ptr": None, "gate_stride": 0, "y_ptr": None}
+    no_output = {"gate_ptr": None, "gate_stride": "i32:16", "y_ptr": None}
     cases = [
-        (draft_kernel, draft | {"DEPTH": 8, "REPLAY": True, "VERIFY": True}),
-        (draft_kernel, draft | {"DEPTH": 8, "REPLAY": False, "VERIFY": True, "accepted_ptr": None}),
-        (draft_kernel, draft | {"DEPTH": 0, "REPLAY": False, "VERIFY": True, "accepted_ptr": None}),
-        (draft_kernel, draft | no_output | {"DEPTH": 8, "REPLAY": True, "VERIFY": False, "bounds_ptr": None}),
-        (draft_kernel, draft | no_output | {"DEPTH": 0, "REPLAY": True, "VERIFY": False}),
+        (draft_kernel, draft | {"KEPT": True, "REPLAY": True, "VERIFY": True}),
+        (draft_kernel, draft | {"KEPT": True, "REPLAY": False, "VERIFY": True, "accepted_ptr": None}),
+        (draft_kernel, draft | {"KEPT": False, "REPLAY": False, "VERIFY": True, "accepted_ptr": None}),
+        (draft_kernel, draft | no_output | {"KEPT": True, "REPLAY": True, "VERIFY": False, "bounds_ptr": None}),
+        (draft_kernel, draft | no_output | {"KEPT": False, "REPLAY": True, "VERIFY": False}),
         (decode_kernel, layer | tokens | {"into": pool}),
         (step_kernel, gate | step),
     ]

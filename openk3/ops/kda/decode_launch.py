@@ -29,7 +29,7 @@ def step(tokens: Tokens, gate: KdaGate, state_SHKV: Tensor, slot_N: Tensor, into
         "o_ptr": o_NHV,
         "state_ptr": state_SHKV,
         "next_ptr": into_SHKV,
-        "slot_ptr": slot_N,
+        "slot_ptr": _index(slot_N),
     }
     _launch("step_kernel", arguments, len(slot_N), state_SHKV, tokens_ND)
     return o_NHV
@@ -47,7 +47,7 @@ def decode(
     """y [N, H * V] of `decode.decode_kda`."""
     _check_contiguous("into", *into.tensors())
     arguments = _of_layer(weights, pool) | _of_outputs(projected, output_gate_NC, weights)
-    arguments |= {"into": into.tensors(), "slot_ptr": slot_N}
+    arguments |= {"into": into.tensors(), "slot_ptr": _index(slot_N)}
     _launch("decode_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
     return arguments["y_ptr"]
 
@@ -66,7 +66,7 @@ def verify(
     """y [T, H * V] of `decode.verify_kda`."""
     arguments = _of_layer(weights, pool) | _of_outputs(projected, output_gate_TC, weights)
     arguments |= _of_old(projected if kept is None else kept)
-    arguments |= {"slot_ptr": slot_N, "bounds_ptr": cu_seqlens, "accepted_ptr": accepted_N}
+    arguments |= {"slot_ptr": _index(slot_N), "bounds_ptr": _index(cu_seqlens), "accepted_ptr": _index(accepted_N)}
     arguments |= {"REPLAY": accepted_N is not None, "VERIFY": True}
     _launch("draft_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
     return arguments["y_ptr"]
@@ -87,7 +87,7 @@ def replay(
     arguments = _of_layer(weights, pool) | _of_old(projected)
     arguments |= {"rows": arguments["old"], "strides": arguments["old_strides"]}
     arguments |= {"gate_ptr": None, "gate_stride": 0, "y_ptr": None}
-    arguments |= {"slot_ptr": slot_N, "bounds_ptr": cu_seqlens, "accepted_ptr": accepted_N}
+    arguments |= {"slot_ptr": _index(slot_N), "bounds_ptr": _index(cu_seqlens), "accepted_ptr": _index(accepted_N)}
     arguments |= {"REPLAY": True, "VERIFY": False}
     _launch("draft_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
 
@@ -148,9 +148,15 @@ def _of_old(drafts: Projected) -> dict[str, Any]:
     """Drafts to replay: packed rows, or pools by slot, which are contiguous."""
     tensors = drafts.tensors()
     if tensors[0].ndim == 2:
-        return {"old": tensors, "old_strides": _strides("projected", *tensors), "DEPTH": 0}
+        return {"old": tensors, "old_strides": _strides("projected", *tensors), "depth": 0, "KEPT": False}
     _check_contiguous("kept", *tensors)
-    return {"old": tensors, "old_strides": tuple(x.shape[2] for x in tensors), "DEPTH": tensors[0].shape[1]}
+    strides = tuple(x.shape[2] for x in tensors)
+    return {"old": tensors, "old_strides": strides, "depth": tensors[0].shape[1], "KEPT": True}
+
+
+def _index(x: Tensor | None) -> Tensor | None:
+    """Slots, bounds or counts in the one format that kernels are compiled for."""
+    return None if x is None else x.to(torch.int32)
 
 
 def _strides(name: str, *tensors: Tensor) -> tuple[int, ...]:
