@@ -128,13 +128,14 @@ def _gate_slope(first, tokens, live, slope, shift):
 def _sums(x, ones, PARTS: tl.constexpr):
     """x @ ones for float32 x: exactly in float32, or in that many bfloat16 parts of x where ones are bfloat16."""
     if ones.dtype == tl.float32:
-        return tl.dot(x, ones, input_precision="ieee")
-    part = x.to(tl.bfloat16)
-    total = tl.dot(part, ones)
-    for _ in tl.static_range(PARTS - 1):
-        x -= part.to(tl.float32)
+        total = tl.dot(x, ones, input_precision="ieee")
+    else:
         part = x.to(tl.bfloat16)
-        total = tl.dot(part, ones, total)
+        total = tl.dot(part, ones)
+        for _ in tl.static_range(PARTS - 1):
+            x -= part.to(tl.float32)
+            part = x.to(tl.bfloat16)
+            total = tl.dot(part, ones, total)
     return total
 
 
