@@ -97,13 +97,14 @@ def test_maps_and_fold() -> None:
     tiles, initial = table(lengths, part_tiles=2), inputs["state"].float()
     maps = scan_maps(narrowed(space), inputs["v"].float(), tiles.parts())
     entering = torch.full((tiles.num_parts, *initial.shape[1:]), torch.nan)
-    entering[list(tiles.sequence_parts[:-1])] = initial
-    low = 2  # in two steps, from within the second sequence
-    fold(maps[:low], entering, tiles, 0, low)
+    low = 2  # in two steps, the second one from within the second sequence
+    fold(maps[:low], entering, initial, tiles=tiles, parts=(0, low))
     entering[low] = states[tiles.part_first[low]].mT
-    fold(maps[low:], entering, tiles, low, tiles.num_parts)
+    fold(maps[low:], entering, initial, tiles=tiles, parts=(low, tiles.num_parts))
     assert torch.equal(entering[0], initial[0])
     assert off(entering[1:], states[list(tiles.part_first[1:-1])].mT) < 1e-6
+    fold(maps, entering, None, tiles=tiles, parts=(0, tiles.num_parts))
+    assert not entering[list(tiles.sequence_parts[:-1])].any() and entering.isfinite().all()
     eye = torch.eye(16).expand(2, -1, -1)
     assert torch.equal(maps[0, :, 32:], eye) and not maps[0, :, :32].any()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
 
 from openk3.ops.kda import gluon_launch  # noqa: E402
 from openk3.ops.kda.gluon_launch import fits, launch, matrix  # noqa: E402
@@ -99,3 +102,37 @@ def test_gluon_scans_run_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dataclasses.replace(w, nkd=w.nkd.float()), v)
     assert not fits(dataclasses.replace(w, kr=w.kr.transpose(0, 1)), v)
     assert not fits(dataclasses.replace(w, nkd=w.nkd[:, :, :16].contiguous()), v)
+
+
+def test_the_short_way_to_the_driver_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same arguments in the same order as by Triton's own launcher, and a copy-engine argument is encoded once."""
+    passed: list[tuple[Any, ...]] = []
+    encoded: list[int] = []
+
+    def encode(x: Any, encoding: str) -> list[Any]:
+        encoded.append(x.base.data_ptr())
+        return [f"{encoding} at {x.base.data_ptr()}", *x.shape, *x.strides]
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(gluon_launch, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(gluon_launch, "_encodings", {})
+    active = SimpleNamespace(get_current_stream=lambda device: 85 + device)
+    monkeypatch.setattr(gluon_launch, "driver", SimpleNamespace(active=active))
+    signature = {"a": "tensordesc<bf16[32, 128]>", "b": "*fp32", "c": "tensordesc<fp32[1, 128]>", "d": "i32"}
+    for kinds, encodings in ((signature, ["first", "second"]), ({"b": "*fp32", "d": "i32"}, None)):
+        launcher = object.__new__(nvidia.CudaLauncher)
+        launcher.launch = nvidia.wrap_handle_tensordesc(lambda *xs: passed.append(xs), kinds, encodings)
+        launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
+        launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+        kernel = SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
+        x, y = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(3, 128)
+        values = {"a": matrix(x, 128, (32, 128)), "b": 4096, "c": matrix(y, 128, (1, 128)), "d": 7}
+        arguments = [values[name] for name in kinds]
+        launcher(9, 1, 1, 85, "function", "metadata", None, None, None, *arguments, 32)
+        encoded.clear()
+        for _ in range(3):
+            gluon_launch._Compiled.of(kernel).run(9, 0, arguments, [32])
+        assert len(passed) == 4 and passed[0] == passed[1] == passed[2] == passed[3]
+        assert encoded == ([x.data_ptr(), y.data_ptr()] if encodings else [])
+        passed.clear()

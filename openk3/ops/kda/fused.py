@@ -131,14 +131,14 @@ def _forward_in_slabs(
     v_THV = tokens[2]
     K, (_, H, V) = tokens[0].shape[2], v_THV.shape
     leaving = v_THV.new_empty(tiles.num_parts, H, K, V, dtype=torch.float32)
-    saved = _saved_states(tiles, state_NHKV, leaving)
+    saved = leaving.new_empty(tiles.num_saved, H, K, V) if split else _saved_states(tiles, state_NHKV, leaving)
     maps: list[Tensor] = []
     for low, high in slabs:
         span = tiles.slab(low, high)
         workspace = _prepare(tokens, gate, span)
         if split:
             maps.append(scan_maps(workspace, v_THV, span))
-            fold(maps[-1], saved, tiles, low, high)
+            fold(maps[-1], saved, state_NHKV, tiles=tiles, parts=(low, high))
         scan(workspace, v_THV, span, saved[low:high], ScanOutputs(o=o_THV, final=leaving[low:high], saved=saved))
     final_NHKV = leaving[-1:] if tiles.num_sequences == 1 else leaving.index_select(0, tiles.last_part_N)
     joined = torch.cat(maps) if len(maps) > 1 else (maps[0] if maps else None)
@@ -170,12 +170,6 @@ def _slabs(tiles: Tiles, heads: int, split: bool) -> list[tuple[int, int]]:
 def _saved_states(tiles: Tiles, state_NHKV: Tensor | None, like: Tensor) -> Tensor:
     """Room for the states that a scan saves, with those before sequences filled in."""
     saved = like.new_empty(tiles.num_saved, *like.shape[1:])
-    if tiles.num_sequences == 1:  # an indexed copy takes the host three times as long
-        if state_NHKV is None:
-            saved[0].zero_()
-        else:
-            saved[:1].copy_(state_NHKV)
-        return saved
     if state_NHKV is None:
         return saved.index_fill_(0, tiles.first_part_N, 0.0)
     return saved.index_copy_(0, tiles.first_part_N, state_NHKV.float())

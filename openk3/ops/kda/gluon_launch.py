@@ -1,17 +1,21 @@
 """Launches of kernels without building and checking copy-engine descriptors and argument types anew every time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.prepare_kernel import Workspace
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_encodings: dict[tuple[Any, ...], list[Any]] = {}
+_NONE = compile("", "", "exec")  # code without free variables
 
 
 class Matrix(NamedTuple):
@@ -69,21 +73,78 @@ def launch(
 
     Its integer arguments must fit 32 bits and be ones that it does not specialise on.
     """
-    key: list[Any] = [kernel.fn, torch.cuda.current_device(), *constants.values(), *options.values()]
+    device = torch.cuda.current_device()
+    key: list[Any] = [kernel.fn, device, *constants.values(), *options.values()]
     values: list[Any] = []
     for x in arguments:
         if isinstance(x, Tensor):  # as a number: the launcher asks the driver about every tensor
-            values.append(x.data_ptr())
-            key.append((x.dtype, values[-1] % 16))
+            address = x.data_ptr()
+            values.append(address)
+            key.append((x.dtype, address % 16))
         else:
             values.append(x)
             key.append((x.base.dtype, x.block) if isinstance(x, Matrix) else None if x is None else type(x))
-    compiled = _compiled.get(tuple(key))
-    if compiled is None:
+    found = _compiled.get(tuple(key))
+    if found is None:
         full = [_descriptor(x) if isinstance(x, Matrix) else x for x in arguments]
-        compiled = kernel.run(*full, **constants, grid=(programs,), warmup=True, **options)
-        _compiled[tuple(key)] = compiled
-    compiled[(programs, 1, 1)](*values, *constants.values())
+        found = _Compiled.of(kernel.run(*full, **constants, grid=(programs,), warmup=True, **options))
+        _compiled[tuple(key)] = found
+    found.run(programs, device, values, constants.values())
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel, and the function that launches it once copy-engine arguments are encoded."""
+
+    kernel: Any
+    raw: Any  # None: launch as Triton does
+    encodings: tuple[Any, ...]  # how each copy-engine argument is encoded
+
+    @classmethod
+    def of(cls, kernel: Any) -> "_Compiled":
+        """Looks into Triton's launcher; what does not look as expected is left to Triton."""
+        launcher = kernel.run
+        if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
+            return cls(kernel, None, ())
+        raw, encodings = launcher.launch, ()
+        inside = dict(zip(getattr(raw, "__code__", _NONE).co_freevars, getattr(raw, "__closure__", None) or ()))
+        if "tensordesc_meta" in inside and "launcher" in inside:
+            raw, encodings = inside["launcher"].cell_contents, tuple(inside["tensordesc_meta"].cell_contents)
+        return cls(kernel, raw, encodings)
+
+    def run(self, programs: int, device: int, values: list[Any], constants: Iterable[Any]) -> None:
+        """Launch on the current stream."""
+        if self.raw is None:
+            self.kernel[(programs, 1, 1)](*values, *constants)
+            return
+        encodings, final = iter(self.encodings), []
+        for x in values:
+            if isinstance(x, Matrix):
+                final += _encoded(x, next(encodings))
+            else:
+                final.append(x)
+        kernel, launcher = self.kernel, self.kernel.run
+        stream = driver.active.get_current_stream(device)
+        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        unused = (None, None)  # scratch memory
+        hooks = (None, None, None)
+        self.raw(
+            *(programs, 1, 1, stream, kernel.function, *flags, *unused, kernel.packed_metadata, *hooks),
+            *final,
+            *constants,
+        )
+
+
+def _encoded(x: Matrix, encoding: Any) -> list[Any]:
+    """What a kernel gets for a copy-engine argument; remembered, because encoding takes longer than the launch."""
+    if encoding is None:  # not for the copy engine
+        return make_tensordesc_arg(x, encoding)
+    key = (x.base.data_ptr(), x.shape, x.block, x.base.dtype)
+    found = _encodings.get(key)
+    if found is None:
+        if len(_encodings) > 4096:
+            _encodings.clear()
+        found = _encodings[key] = make_tensordesc_arg(x, encoding)
+    return found
 
 
 def _descriptor(x: Matrix) -> TensorDescriptor:

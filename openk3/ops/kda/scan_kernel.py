@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from openk3.ops.kda.gluon_launch import fits, launch
+from openk3.ops.kda import gluon_launch
+from openk3.ops.kda.gluon_launch import fits
 from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.tiles import Span, Tiles
 
@@ -87,21 +88,26 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     return maps
 
 
-def fold(maps: Tensor, entering_PHKV: Tensor, tiles: Tiles, low: int, high: int) -> None:
-    """Fill in the states entering parts low up to, not including, high, from the maps of these parts [high - low, ...].
+def fold(
+    maps: Tensor, entering_PHKV: Tensor, initial_NHKV: Tensor | None, *, tiles: Tiles, parts: tuple[int, int]
+) -> None:
+    """Fill in the states entering parts [low, high) of entering [P, H, K, V] float32, from the maps of these parts.
 
-    entering [P, H, K, V] float32 of all parts: given for the first of the parts of each sequence, written for others.
+    The state entering a sequence is its initial one (None: zero); that of a part which goes on from an earlier part
+    than low must be there.
     """
     _, H, K, V = entering_PHKV.shape
-    first, end = tiles.sequences_of(low, high)
-    if (end - first) * H:
-        parts = tiles.parts_N[first:] if first else tiles.parts_N
-        constants, options = {"K": K, "V": V, "BV": 16}, {"num_warps": 8, "num_stages": 2}
-        programs, arguments = (end - first) * H * (V // 16), (maps, entering_PHKV, parts, low, high, H)
-        if maps.device.type == "cuda":
-            launch(fold_kernel, programs, arguments, constants, options)
-        else:
-            fold_kernel[(programs,)](*arguments, **constants, **options)
+    first, end = tiles.sequences_of(*parts)
+    if (end - first) * H == 0:
+        return
+    initial = initial_NHKV if initial_NHKV is None or first == 0 else initial_NHKV[first:]
+    bounds = tiles.parts_N[first:] if first else tiles.parts_N
+    programs, arguments = (end - first) * H * (V // 16), (maps, entering_PHKV, initial, bounds, *parts, H)
+    constants, options = {"K": K, "V": V, "BV": 16}, {"num_warps": 8, "num_stages": 2}
+    if maps.device.type == "cuda":
+        gluon_launch.launch(fold_kernel, programs, arguments, constants, options)
+    else:
+        fold_kernel[(programs,)](*arguments, **constants, **options)
 
 
 def scan_settings(V: int, arch: int) -> dict[str, int]:
@@ -248,6 +254,7 @@ def scan_kernel(
 def fold_kernel(
     maps_ptr,
     entering_ptr,
+    initial_ptr,
     parts_ptr,
     low,
     high,
@@ -264,10 +271,16 @@ def fold_kernel(
     head = (program // blocks) % H
     sequence = program // blocks // H
     channel = tl.arange(0, K)
-    first = tl.maximum(tl.load(parts_ptr + sequence), low)
+    begin = tl.load(parts_ptr + sequence)
+    first = tl.maximum(begin, low)
     last = tl.minimum(tl.load(parts_ptr + sequence + 1), high) - 1
     inner = channel[None, :] * V + value[:, None]
-    state = tl.load(entering_ptr + (first * heads + head) * (K * V) + inner)
+    goes_on = (inner >= 0) & (begin < low)
+    entering = entering_ptr + (first * heads + head) * (K * V) + inner
+    state = tl.load(entering, mask=goes_on, other=0.0)
+    if initial_ptr is not None:
+        state += tl.load(initial_ptr + (sequence * heads + head) * (K * V) + inner, mask=~goes_on, other=0.0)
+    tl.store(entering, state)
     for part in range(first, last):
         rows = maps_ptr + ((part - low) * heads + head) * ((V + K) * K)
         transition = tl.load(rows + (V + channel[:, None]) * K + channel[None, :])
@@ -305,7 +318,15 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         {"initial_ptr": "*fp32", "r_ptr": "*bf16", "states_ptr": "*bf16"},
         {"final_ptr": "*fp32", "MAPS": True},
     )
-    folding = {"maps_ptr": "*fp32", "entering_ptr": "*fp32", "parts_ptr": "*i32:1", "low": "i32", "high": "i32"}
+    folding = {
+        "maps_ptr": "*fp32",
+        "entering_ptr": "*fp32",
+        "initial_ptr": "*fp32",
+        "parts_ptr": "*i32:1",
+        "low": "i32",
+        "high": "i32",
+    }
     folding |= {"H": "i32", "K": 128, "V": 128, "BV": 16}
     cases = [(scan_kernel, given | nothing | variant, options) for variant in variants]
-    return [*cases, (fold_kernel, folding, {"num_warps": 8, "num_stages": 2})]
+    given_or_not = (folding, folding | {"initial_ptr": None})
+    return [*cases, *((fold_kernel, some, {"num_warps": 8, "num_stages": 2}) for some in given_or_not)]
