@@ -315,9 +315,11 @@ def gradient_kernel(
     d_states_s._keep_alive()
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # The triangle first: where another operand of products lay, ptxas (CUDA 12.8) loses the address of one that is
+    # read again at once, and takes its second half from anywhere.
+    ones_s = gl.allocate_shared_memory(io, [C, C], small, gl.where(row[:, None] >= column[None, :], 1.0, none).to(io))
     d_mqk_s = gl.allocate_shared_memory(io, [C, C], small, (d_mqk * shrink).to(io))
     d_keys_s = gl.allocate_shared_memory(io, [C, C], small, (d_keys * shrink).to(io))
-    ones_s = gl.allocate_shared_memory(io, [C, C], small, gl.where(row[:, None] >= column[None, :], 1.0, none).to(io))
     fence_async_shared()
     k_norm = _norms(k_s, rows)
     q_norm = _norms(q_s, rows)

@@ -51,7 +51,7 @@ def tile_gradients(
     exact = scanned.writes.dtype == torch.float32
     if span.num_tiles * H == 0:
         return
-    if _suits_hopper(tokens, scanned, span):
+    if _suits_hopper(tokens, gate, scanned, span):
         from openk3.ops.kda import gradient_gluon
 
         gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span)
@@ -69,15 +69,17 @@ def tile_gradients(
         )
 
 
-def _suits_hopper(tokens: tuple[Tensor, ...], scanned: Scanned, span: Span) -> bool:
+def _suits_hopper(tokens: tuple[Tensor, ...], gate: KdaGate, scanned: Scanned, span: Span) -> bool:
     """Whether the Gluon kernel takes these: it moves bfloat16 tiles of 128 channels by Hopper's copy engine."""
-    q, k, _, logit, _ = tokens
+    q, k, _, logit, beta = tokens
     moved = (q, k, logit, scanned.writes, scanned.d_o, scanned.d_v, scanned.states)
     return (
         prefers_gluon(q.device)
         and q.shape[2] == scanned.writes.shape[2] == 128
         and span.chunk == 32
         and all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in moved)
+        and beta.dtype == torch.bfloat16
+        and gate.A_log_H.dtype == gate.dt_bias_HK.dtype == torch.float32
     )
 
 
