@@ -8,6 +8,7 @@ dS^T <- dS^T diag(decay) + do^T qd + dv^T nkd. Nothing here needs the states the
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,7 +39,8 @@ def reverse_scan(
         return
     _, H, V = d_o_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
-    options = settings(V, compute_capability(d_o_THV.device))
+    exact = workspace.qd.dtype == torch.float32
+    options = settings(V, compute_capability(d_o_THV.device), exact=exact)
     if runs * H == 0:
         return
     w, out = workspace, outputs
@@ -70,8 +72,10 @@ def reverse_fold(maps: Tensor, d_state_NHKV: Tensor, written_PHKV: Tensor, parts
         )
 
 
-def settings(V: int, arch: int) -> dict[str, int]:
-    """Block of value channels, and launch options, for a compute capability such as 90."""
+def settings(V: int, arch: int, *, exact: bool = False) -> dict[str, int]:
+    """Block of value channels, and launch options, for a compute capability such as 90; `exact`: in float32."""
+    if exact:
+        return {"BV": 16, "num_warps": 8, "num_stages": 2}
     return {"BV": min(V, 64), "num_warps": 4 if arch == 90 or V < 64 else 8, "num_stages": 2}
 
 
