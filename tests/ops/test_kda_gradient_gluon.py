@@ -19,7 +19,7 @@ WORD, LONG = 2**32 - 1, 2**64 - 1
 
 
 class Uniform:
-    """Registers that all threads of a warp share, as far as their values follow from where shared memory begins: at 0."""
+    """Registers that a warp's threads share, as far as their values follow from where shared memory begins: at 0."""
 
     def __init__(self) -> None:
         self.values: dict[int, int] = {}
@@ -88,8 +88,9 @@ def right_operands(sass: str) -> Iterator[tuple[bool, int | None]]:
 
 
 def test_products_read_their_operands(tmp_path: Path) -> None:
-    """Tile by tile: 2 k-steps of each of six products, whose right operands are three 2 kB triangles, read by rows (the
-    second half of a row) or by columns (the second half of the rows); and three products with states, 8 k-steps each."""
+    """Two k-steps of each of six products, whose right operands are three triangles of 2 kB, read by rows (then the
+    second half of a row) or by columns (the second half of the rows); and three products with states, 8 k-steps each.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILER), "gradient_gluon", "--arch", "90", "--sass", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, env=environment)
