@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import wgmma_descriptors
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPS = ROOT / "openk3" / "ops"
 # Shared memory that one block may have, in bytes, by compute capability.
@@ -103,7 +105,8 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
 
     kernel, arguments, options = load(path).compile_cases(arch)[number]
     source = source_of(kernel, arguments)
-    key = [source.hash(), arch, sorted(options.items()), triton.__version__, Path(__file__).read_text(encoding="utf-8")]
+    rules = [Path(module).read_text(encoding="utf-8") for module in (__file__, str(wgmma_descriptors.__file__))]
+    key = [source.hash(), arch, sorted(options.items()), triton.__version__, *rules]
     stored = cache and cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
     if stored and not sass and stored.exists():
         return json.loads(stored.read_text())
@@ -113,6 +116,8 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         knobs.cache.dir = folder
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         code = compiled.asm["sass"] if arch == 90 or sass else ""
+    wrong = wgmma_descriptors.differences(compiled.asm["ptx"], code) if arch == 90 else []
+    found = usage(log.getvalue())
     result = {
         "module": path.stem,
         "kernel": kernel.__name__,
@@ -120,7 +125,8 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         "arch": arch,
         "gluon": kernel.is_gluon(),
         "shared": compiled.metadata.shared,
-        **usage(log.getvalue()),
+        **found,
+        "warnings": found["warnings"] + wrong,
         "sass": dict(Counter(re.findall(rf"\b({'|'.join(MNEMONICS)})\b", code))),
     }
     if sass:

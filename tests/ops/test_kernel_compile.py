@@ -84,7 +84,8 @@ def test_no_kernel_is_forgotten(results: list[dict[str, Any]]) -> None:
 
 
 def test_no_kernel_spills(results: list[dict[str, Any]]) -> None:
-    """No register lies in memory, and ptxas has nothing to complain about (products made one after another, say)."""
+    """No register lies in memory, ptxas has nothing to complain about (products made one after another, say), and its
+    products read where they should."""
     bad = [r for r in results if r["spills"] or r["warnings"]]
     assert named(bad, "registers", "spills", "warnings") == []
 
