@@ -294,39 +294,19 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     options = scan_settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV"), "AHEAD": options.pop("AHEAD")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
-    given |= {
-        "decay_ptr": "*fp32",
-        "beta_ptr": "*fp32",
-        "start_ptr": "*i32:1",
-        "length_ptr": "*i32:1",
-        "mark_ptr": "*i32:1",
-    }
-    given |= {
-        "first_ptr": "*i32:1",
-        "token_ptr": "*i32:1",
-        "EVEN": True,
-        "tile_low": "i32",
-        "token_low": "i32",
-        "H": "i32",
-        "MAPS": False,
-    } | shape
-    nothing = dict.fromkeys(("initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
-    state = {"initial_ptr": "*fp32", "final_ptr": "*fp32"}
-    variants = (
-        state | {"o_ptr": "*bf16", "saved_ptr": "*fp32"},
-        {"o_ptr": "*bf16", "final_ptr": "*fp32"},
-        {"initial_ptr": "*fp32", "r_ptr": "*bf16", "states_ptr": "*bf16"},
-        {"final_ptr": "*fp32", "MAPS": True},
-    )
-    folding = {
-        "maps_ptr": "*fp32",
-        "entering_ptr": "*fp32",
-        "initial_ptr": "*fp32",
-        "parts_ptr": "*i32:1",
-        "low": "i32",
-        "high": "i32",
-    }
-    folding |= {"H": "i32", "K": 128, "V": 128, "BV": 16}
-    cases = [(scan_kernel, given | nothing | variant, options) for variant in variants]
+    given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr", "token_ptr"), "*i32:1")
+    given |= dict.fromkeys(("decay_ptr", "beta_ptr"), "*fp32") | dict.fromkeys(("tile_low", "token_low", "H"), "i32")
+    given |= dict.fromkeys(("initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
+    given |= {"EVEN": True, "MAPS": False} | shape
+    state, cut = {"initial_ptr": "*fp32"}, {"EVEN": False}
+    outputs = {"o_ptr": "*bf16", "final_ptr": "*fp32"}
+    saving = outputs | {"saved_ptr": "*fp32"}
+    backward = {"r_ptr": "*bf16", "states_ptr": "*bf16"}
+    maps = {"final_ptr": "*fp32", "MAPS": True}
+    variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
+    variants += [state | backward, backward, maps, maps | cut]
+    cases = [(scan_kernel, given | variant, options) for variant in variants]
+    folding = dict.fromkeys(("maps_ptr", "entering_ptr", "initial_ptr"), "*fp32") | {"parts_ptr": "*i32:1"}
+    folding |= dict.fromkeys(("low", "high", "H"), "i32") | {"K": 128, "V": 128, "BV": 16}
     given_or_not = (folding, folding | {"initial_ptr": None})
     return [*cases, *((fold_kernel, some, {"num_warps": 8, "num_stages": 2}) for some in given_or_not)]
