@@ -20,6 +20,7 @@ from openk3.ops import KdaGate
 from openk3.ops.kda.decode import DecodePool, DecodeWeights, Projected, decode_kda, step_kda_in_place
 
 ROTATED_BYTES = 220e6
+GRAPH_STEPS = 16  # at least, in one graph: a model has as many layers, and a replay has a cost of its own
 TAPS = 4
 EPS = 1e-5
 
@@ -142,6 +143,7 @@ def step_times(step: Step, steps: Steps, device: torch.device, protocol: Protoco
     """Milliseconds of one step: as a part of a replayed graph (without a GPU: eager) and eager."""
     calls = [lambda n=n: step(steps, n) for n in range(len(steps.tokens))]
     eager = median_ms([all_of(calls)], device, protocol) / len(calls)
+    calls = calls * -(-GRAPH_STEPS // len(calls))
     replay = [replayed(calls)] if device.type == "cuda" else [all_of(calls)]
     return {"graph": median_ms(replay, device, protocol) / len(calls), "eager": eager}
 

@@ -33,7 +33,7 @@ class Inputs:
     dt_bias: Tensor
     state: Tensor | None
     d_o: Tensor
-    d_final: Tensor
+    d_final: Tensor | None  # None: the loss does not see the final states
     cu_seqlens: Tensor | None  # int32 [N + 1], None for a single sequence
     cu_seqlens_long: Tensor | None  # the same in int64, for those who ask for it
 
@@ -43,16 +43,18 @@ class Inputs:
         return {name: x.detach().requires_grad_() for name, x in found.items() if x is not None}
 
     def without_states(self) -> Inputs:
-        """The same tokens from states of zero."""
-        return replace(self, state=None)
+        """The same tokens from states of zero, for a loss that does not see the final states."""
+        return replace(self, state=None, d_final=None)
 
     def with_heads(self, heads: list[int]) -> Inputs:
         """The same problem for some of the heads."""
         token = ("q", "k", "v", "decay_logit", "beta_logit", "d_o")
         cut: dict[str, Any] = {name: getattr(self, name)[:, heads].contiguous() for name in token}
         cut |= {name: getattr(self, name)[heads].contiguous() for name in ("A_log", "dt_bias")}
-        cut["d_final"] = self.d_final[:, heads].contiguous()
-        return replace(self, **cut, state=None if self.state is None else self.state[:, heads].contiguous())
+        for name in ("state", "d_final"):
+            states = getattr(self, name)
+            cut[name] = None if states is None else states[:, heads].contiguous()
+        return replace(self, **cut)
 
 
 def random_inputs(
@@ -121,9 +123,8 @@ def run(call: Any, x: Inputs, *, gradients: bool) -> dict[str, Tensor]:
             outputs = call(leaves, x)
         return {name: value for name, value in zip(OUTPUTS, outputs) if value is not None}
     outputs = {name: value for name, value in zip(OUTPUTS, call(leaves, x)) if value is not None}
-    given = {"o": x.d_o, "final": x.d_final}
-    d_outputs = [given[name] for name in outputs]
-    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), d_outputs)
+    seen = {name: d for name, d in (("o", x.d_o), ("final", x.d_final)) if d is not None and name in outputs}
+    grads = torch.autograd.grad([outputs[name] for name in seen], list(leaves.values()), list(seen.values()))
     found = {name: value.detach() for name, value in outputs.items()}
     return found | {f"d_{name}": grad for name, grad in zip(leaves, grads)}
 

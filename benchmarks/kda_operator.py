@@ -88,7 +88,7 @@ class Problem:
         """Most memory in use at once in forward and backward, inputs and gradients included."""
         x = given(self.sets[0], each)
         leaves = each.prepare(x)
-        tensors = [*leaves.values(), x.d_o, *([x.d_final] if each.has_states else [])]
+        tensors = [*leaves.values(), x.d_o, *([] if x.d_final is None else [x.d_final])]
         growth = peak_growth(lambda: forward_backward(each.call, leaves, x), device)
         return None if growth is None else (growth + sum(value.nbytes for value in tensors)) / 1e9
 

@@ -164,5 +164,5 @@ def versions(names: list[str]) -> dict[str, str]:
 def forward_backward(call: Any, leaves: Leaves, x: Inputs) -> list[Tensor | None]:
     """One training step of the operator: outputs, then the gradients of all leaves."""
     o, final = call(leaves, x)
-    outputs, gradients = ([o], [x.d_o]) if final is None else ([o, final], [x.d_o, x.d_final])
+    outputs, gradients = ([o], [x.d_o]) if x.d_final is None else ([o, final], [x.d_o, x.d_final])
     return [o, final, *torch.autograd.grad(outputs, list(leaves.values()), gradients)]

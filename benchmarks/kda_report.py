@@ -103,6 +103,7 @@ def markdown(results: dict[str, Any]) -> str:
             lines += [f"{row['work']}: {TITLES[name]} failed: {why}", ""]
     for part in parts:
         lines += [*part, ""] if part else []
+    lines += [f"- {note}" for note in results.get("notes", [])]
     return "\n".join(lines).rstrip() + "\n"
 
 

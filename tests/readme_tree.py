@@ -68,7 +68,20 @@ def speed() -> str:
     return "\n".join([*lines, ""])
 
 
-SECTIONS = {"tree": tree, "quickstart": quickstart, "speed": speed}
+def kernels() -> str:
+    """Times of the KDA kernels and their peers from the newest committed run on a GPU."""
+    data = json.loads(max(RESULTS.glob("kda-*.json"), key=lambda path: path.stem[-10:]).read_text(encoding="utf-8"))
+    peers = {"fla_ms": "fla-core", "flashkda_ms": "FlashKDA", "nemo_ms": "NeMo AutoModel"}
+    rows = [row for row in data["rows"] if "+547" not in row["work"]]
+    lines = [f"`benchmarks/kda.py` on one {data['gpu']}, {data['date']}; heads of 128, bfloat16, medians of 20:", ""]
+    lines += [f"| KDA, ms | openk3 | {' | '.join(peers.values())} |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [row["ours_ms"], *(row[name] for name in peers)]
+        lines.append(f"| {row['work']} | {' | '.join('-' if x is None else f'{x:.3g}' for x in cells)} |")
+    return "\n".join([*lines, ""])
+
+
+SECTIONS = {"tree": tree, "quickstart": quickstart, "speed": speed, "kernels": kernels}
 
 
 def filled(readme: str) -> str:

@@ -92,7 +92,9 @@ def test_larger_errors_than_the_peers_are_reported() -> None:
 
 def test_committed_results_have_the_form() -> None:
     """Every results file of a GPU, and its Markdown is made from it."""
-    for path in sorted(RESULTS.glob("kda-*.json")):
+    paths = sorted(RESULTS.glob("kda-*.json"))
+    assert paths
+    for path in paths:
         results = json.loads(path.read_text())
         assert_form(results)
         assert path.name == f"kda-{results['gpu'].removeprefix('NVIDIA ').split()[0].lower()}-{results['date']}.json"
