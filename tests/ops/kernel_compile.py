@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import product_pipelines
 import wgmma_descriptors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -105,7 +106,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
 
     kernel, arguments, options = load(path).compile_cases(arch)[number]
     source = source_of(kernel, arguments)
-    rules = [Path(module).read_text(encoding="utf-8") for module in (__file__, str(wgmma_descriptors.__file__))]
+    rules = [Path(str(x)).read_text() for x in (__file__, wgmma_descriptors.__file__, product_pipelines.__file__)]
     key = [source.hash(), arch, sorted(options.items()), triton.__version__, *rules]
     stored = cache and cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
     if stored and not sass and stored.exists():
@@ -117,6 +118,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         code = compiled.asm["sass"] if arch == 90 or sass else ""
     wrong = wgmma_descriptors.differences(compiled.asm["ptx"], code) if arch == 90 else []
+    wrong += product_pipelines.overwritten(compiled.asm["ttgir"])
     found = usage(log.getvalue())
     result = {
         "module": path.stem,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
+from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
 
 _PIECE = 256  # tokens that one program sums
@@ -65,7 +66,7 @@ def tile_gradients(
             V=V,
             C=span.chunk,
             EXACT=exact,
-            **settings(K, V),
+            **settings(K, V, compute_capability(q_THK.device), exact=exact),
         )
 
 
@@ -100,9 +101,15 @@ def gate_gradients(logit_THK: Tensor, d_logit_THK: Tensor, dt_bias_HK: Tensor) -
     return d_slope.sum((0, 2)), d_bias.sum(0)
 
 
-def settings(K: int, V: int) -> dict[str, int]:
-    """Block of value channels, and launch options."""
-    return {"BV": min(V, 16), "num_warps": max(4, K // 16), "num_stages": 2}
+def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int]:
+    """Block of value channels, and launch options.
+
+    On Hopper nothing is fetched ahead: Triton 3.6 would let copies overwrite blocks that products still read, because
+    here the same blocks are also read into registers.
+    """
+    ahead = arch != 90
+    block = 16 if ahead or exact else 64
+    return {"BV": min(V, block), "num_warps": max(4, K // 16), "num_stages": 2 if ahead else 1}
 
 
 @triton.jit
@@ -306,7 +313,7 @@ def gate_gradient_kernel(
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
-    options = settings(128, 128)
+    options = settings(128, 128, arch)
     tokens = ["q", "k", "logit", "beta", "writes", "d_v", "d_o", "states", "d_states"]
     tokens += ["d_q", "d_k", "d_logit", "d_beta"]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
