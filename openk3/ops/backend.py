@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from openk3.config.model import ConfigError
 
@@ -37,7 +38,8 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
     - `op` has kernels, and triton can be imported;
     - x is on a CUDA device of compute capability 8.0 or later;
     - x is float32, bfloat16 or float16: float64 is for the definition;
-    - KDA: `channels` (of a head: K, V) are 16, 32, 64 or 128 each, and the gate is `bounded`.
+    - KDA: `channels` (of a head: K, V) are 16, 32, 64 or 128 each, and the gate is `bounded`;
+    - no forward-mode derivatives are being computed, which kernels would lose without a word.
 
     OPENK3_BACKEND=reference forces the definition everywhere. OPENK3_BACKEND=triton forces the kernels of every
     operation that has some: what does not hold is then an error, except that with TRITON_INTERPRET=1 x may be on the
@@ -59,6 +61,16 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
     if forced:
         raise ConfigError(f"OPENK3_BACKEND=triton: {op} cannot use its kernels here: {obstacle}")
     return "reference"
+
+
+def check_kernels(name: str, x: Tensor, *, channels: Sequence[int] = ()) -> None:
+    """Raise ValueError if kernels cannot take tensors like x: for functions that have no other implementation.
+
+    TRITON_INTERPRET=1 admits the CPU.
+    """
+    obstacle = _obstacle(x, channels, True, interpret=True)
+    if obstacle is not None:
+        raise ValueError(f"{name}: there are no kernels for this: {obstacle}")
 
 
 def prefers_gluon(device: torch.device) -> bool:
@@ -90,6 +102,8 @@ def _obstacle(x: Tensor, channels: Sequence[int], bounded: bool, *, interpret: b
         return f"x is {x.dtype}, not one of {', '.join(map(str, _DTYPES))}"
     if any(size not in _CHANNELS for size in channels):
         return f"a head has {' and '.join(map(str, channels))} channels, not {', '.join(map(str, _CHANNELS))}"
+    if forward_ad._current_level >= 0:
+        return "they have no forward-mode derivatives"
     return None if bounded else "they need the bounded gate (gate_lower_bound)"
 
 

@@ -4,16 +4,36 @@ Each is one autograd step with a short backward pass: on a CPU a norm costs memo
 square, mean, root and products reads and writes the activations three times as often.
 """
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32, or in float64 where it already is (any shape)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def at_full_precision(run: Callable[P, R]) -> Callable[P, R]:
+    """`run` outside of torch.autocast, which would have matrix products round what is to stay in at least float32."""
+
+    @wraps(run)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return run(*args, **kwargs)
+
+    return outside
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,10 @@
 """Where packed sequences begin and end, read from a GPU at most once for each tensor of bounds."""
 
 import weakref
+from collections.abc import Iterable
 from functools import lru_cache
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,14 @@ def sequence_bounds(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[int, ..
         got = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens: a tensor that must rise from 0 to the number of tokens, {num_tokens}; got {got}")
     return bounds
+
+
+def whole_numbers(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """The values as Python integers. Raises ValueError that names them if one is no whole number."""
+    try:
+        return tuple(index(x) for x in values)
+    except TypeError:
+        raise ValueError(f"{name}: expected whole numbers, got {values}") from None
 
 
 @lru_cache(maxsize=_REMEMBERED)

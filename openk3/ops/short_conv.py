@@ -18,6 +18,8 @@ from openk3.ops.backend import pick
 from openk3.ops.norm import at_least_float32
 from openk3.ops.sequences import sequence_bounds
 
+_FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def short_conv(
     x_TC: Tensor,
@@ -31,7 +33,8 @@ def short_conv(
 
     Before a sequence's start come the last W - 1 inputs of its window, or zeros. Accumulates in at least float32 and
     returns y [T, C] in x.dtype with the new window [N, C, W]: the last W raw inputs, oldest first. An empty sequence
-    keeps its window. cu_seqlens None means one sequence. Differentiable in x, weight and window.
+    keeps its window. cu_seqlens None means one sequence. Differentiable in x, weight and window. Raises ValueError if
+    shapes, formats or devices do not fit.
     """
     windows = None if window_NCW is None else (window_NCW,)
     (y_TC,), (recent_NCW,) = short_convs(
@@ -52,6 +55,8 @@ def short_convs(
 
     On a GPU up to three inputs of one shape and dtype are one kernel launch.
     """
+    if not xs_TC:
+        raise ValueError("short_convs: no inputs")
     bounds = sequence_bounds(cu_seqlens, len(xs_TC[0]))
     _check(xs_TC, weights_CW, windows_NCW, len(bounds) - 1)
     windows = None if windows_NCW is None else [window.to(x.dtype) for window, x in zip(windows_NCW, xs_TC)]
@@ -73,9 +78,11 @@ Results = tuple[Sequence[Tensor], Sequence[Tensor]]
 def _check(
     xs_TC: Sequence[Tensor], weights_CW: Sequence[Tensor], windows_NCW: Sequence[Tensor] | None, num_sequences: int
 ) -> None:
-    """Raise ValueError unless every input has its weight, and its windows if there are any."""
+    """Raise ValueError unless every input has its weight, and its windows if there are any, of its kind."""
     windows = [None] * len(xs_TC) if windows_NCW is None else windows_NCW
-    for x, weight, window in zip(xs_TC, weights_CW, windows, strict=True):
+    if not len(xs_TC) == len(weights_CW) == len(windows):
+        raise ValueError(f"short_conv: {len(xs_TC)} inputs, {len(weights_CW)} weights, windows of {len(windows)}")
+    for x, weight, window in zip(xs_TC, weights_CW, windows):
         if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or len(x) != len(xs_TC[0]):
             raise ValueError(f"short_conv: weight_CW {list(weight.shape)} does not fit x_TC {list(x.shape)}")
         if window is not None and window.shape != (num_sequences, *weight.shape):
@@ -83,6 +90,14 @@ def _check(
                 f"window_NCW: expected {[num_sequences, *weight.shape]} for {num_sequences} sequences,"
                 f" got {list(window.shape)}"
             )
+        if 0 in weight.shape:
+            raise ValueError(f"short_conv: weight_CW {list(weight.shape)} needs a channel and a tap at least")
+        for name, part in (("x_TC", x), ("weight_CW", weight), ("window_NCW", window)):
+            if part is not None and (part.dtype not in _FORMATS or part.device != xs_TC[0].device):
+                raise ValueError(
+                    f"short_conv: {name} must be floating point of 16 bits or more on {xs_TC[0].device},"
+                    f" got {part.dtype} on {part.device}"
+                )
 
 
 def _convolve_by_kernel(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kda_checks import NAMES, kda_inputs, run, run_with_gradients
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from openk3.ops import KdaGate, recurrent_kda
 from openk3.ops.kda import fused_backward
@@ -154,3 +155,49 @@ def test_refusals() -> None:
         run(fused_kda, inputs, bound=None)
     with pytest.raises(ValueError, match="v_THV"):
         run(fused_kda, inputs | {"v": inputs["v"][:4]})
+
+
+REFUSED = {
+    "float64": (
+        {n: x.double() for n, x in kda_inputs([5], K=16, V=16).items()},
+        "for this: x is torch.float64",
+    ),
+    "channels": (kda_inputs([5], K=24, V=16, dtype=torch.float32), "24 and 16 channels"),
+    "heads of A_log": ({"A_log": torch.zeros(1)}, "A_log_H must be"),
+    "flat biases": ({"dt_bias": torch.zeros(32)}, "dt_bias_HK must be"),
+    "integer A_log": ({"A_log": torch.zeros(2, dtype=torch.int64)}, "A_log_H must be floating point"),
+    "gate elsewhere": ({"dt_bias": torch.zeros(2, 16, device="meta")}, "floating point on cpu"),
+    "keys elsewhere": ({"k": torch.zeros(5, 2, 16, device="meta")}, "k_THK: on meta"),
+    "state elsewhere": ({"state": torch.zeros(1, 2, 16, 16, device="meta")}, "state_NHKV: must be .* on cpu"),
+    "complex state": ({"state": torch.zeros(1, 2, 16, 16, dtype=torch.complex64)}, "must be floating point"),
+    "no head": (kda_inputs([5], H=0, K=16, V=16, dtype=torch.float32), "needs a head"),
+    "no channel": (kda_inputs([5], K=16, V=0, dtype=torch.float32), "needs a head and a channel"),
+    "eight bits": ({"q": torch.zeros(5, 2, 16).to(torch.float8_e4m3fn)}, "of 16 bits or more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_kernels_read_nothing_that_does_not_fit(name: str) -> None:
+    """What kernels would read past its end, or in a format that they lack, is refused before they run."""
+    change, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        run(fused_kda, kda_inputs([5], K=16, V=16, dtype=torch.float32) | change)
+
+
+def test_checkpoints_in_any_sequence() -> None:
+    """A list or a tensor of positions is as good as a tuple; what is no position is named."""
+    q, k, v, z, beta, A_log, dt_bias, _ = kda_inputs([5], K=16, V=16, dtype=torch.float32).values()
+    given = (q, k, v, z, beta, KdaGate(A_log, dt_bias))
+    want = fused_kda(*given, checkpoints=(2, 5))[2]
+    assert len(want) == 2
+    for positions in ([2, 5], torch.tensor([2, 5])):
+        assert torch.equal(fused_kda(*given, checkpoints=positions)[2], want)
+    with pytest.raises(ValueError, match="checkpoints: expected whole numbers"):
+        fused_kda(*given, checkpoints=[2.0])
+
+
+def test_forward_derivatives_are_not_lost() -> None:
+    """Kernels have none: they say so, where they once returned values without."""
+    q, k, v, z, beta, A_log, dt_bias, _ = kda_inputs([5], K=16, V=16, dtype=torch.float32).values()
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="no forward-mode derivatives"):
+        fused_kda(forward_ad.make_dual(q, q), k, v, z, beta, KdaGate(A_log, dt_bias))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kda_checks import GOLDEN_CASES, cu_seqlens, golden_case, kda_inputs, run
+from kda_checks import GOLDEN_CASES, cu_seqlens, golden_case, kda_inputs, run, run_with_gradients
 from op_checks import DTYPES, TOLERANCE, assert_golden, golden_input, golden_output, random
 
 from openk3.ops import KdaGate, chunk_kda, recurrent_kda
@@ -210,3 +210,23 @@ def test_gate_parameters_of_another_format(op) -> None:
     o, state = run(op, {n: x.detach() for n, x in narrow.items()} | {n: inputs[n] for n in ("A_log", "dt_bias")})
     assert o.dtype == state.dtype == torch.float32
     torch.testing.assert_close(o.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_rounds_nothing() -> None:
+    """All arithmetic stays in at least float32, and the chunk form's backward pass runs, inside torch.autocast, too."""
+    inputs = kda_inputs([20], dtype=torch.float32)
+    want, values = run_with_gradients(chunk_kda, inputs), run(recurrent_kda, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, got_values = run_with_gradients(chunk_kda, inputs), run(recurrent_kda, inputs)
+    for name, expected in want.items():
+        assert torch.equal(got[name], expected), name
+    assert all(torch.equal(x, y) for x, y in zip(got_values, values))
+
+
+def test_a_gate_as_steep_as_can_be() -> None:
+    """exp(A_log) past float32 pins the gate, whose gradients are then zero and not undefined."""
+    inputs = kda_inputs([20], dtype=torch.float32)
+    inputs["A_log"].fill_(100)
+    got = run_with_gradients(chunk_kda, inputs)
+    assert all(x.isfinite().all() for x in got.values())
+    assert not got["d_A_log"].any() and not got["d_decay_logit"].any() and got["d_k"].any()

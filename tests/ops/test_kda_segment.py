@@ -73,3 +73,23 @@ def test_one_sequence_in_segments_computed_at_once() -> None:
         return o, states[-1:]
 
     assert_same(run_with_gradients(at_once, inputs), run_with_gradients(recurrent_kda, inputs))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"v": torch.zeros(5, 2)}, "v_THV"),
+        ({"k": torch.zeros(5, 2)}, "expected .tokens, heads, key channels."),
+        ({"v": torch.zeros(4, 2, 16)}, "v_THV"),
+        ({"cu_seqlens": torch.tensor(5)}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, "cu_seqlens"),
+        ({"cu_seqlens": [0, 5]}, "cu_seqlens"),
+    ],
+)
+def test_what_is_no_segment_is_refused(change: dict[str, object], words: str) -> None:
+    """Shapes and bounds that do not fit: one clear line."""
+    inputs = kda_inputs([5], K=16, V=16, dtype=torch.float32) | {"cu_seqlens": None} | change
+    gate = KdaGate(inputs["A_log"], inputs["dt_bias"])
+    tokens = (inputs[name] for name in ("k", "v", "decay_logit", "beta_logit"))
+    with pytest.raises(ValueError, match=words):
+        segment_kda(*tokens, gate, cu_seqlens=inputs["cu_seqlens"])

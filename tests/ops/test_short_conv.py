@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from op_checks import DTYPES, Watch, assert_golden, golden_input, golden_output, random
 from torch import Tensor
 
-from openk3.ops.short_conv import short_conv
+from openk3.ops.short_conv import short_conv, short_convs
 
 
 def bounds(lengths: list[int]) -> Tensor:
@@ -130,3 +130,25 @@ def test_operations_do_not_grow_with_sequences() -> None:
             y.sum().backward()
         calls.append(sum(watch.calls[name] for name in ("addcmul_", "mul", "index_select", "sum", "cat")))
     assert calls[0] == calls[1]
+
+
+X, WEIGHT = torch.ones(5, 3), torch.ones(3, 4)
+REFUSED = {
+    "no inputs": ((), (), None, "no inputs"),
+    "a weight too few": ((X, X), (WEIGHT,), None, "2 inputs, 1 weights"),
+    "a window too few": ((X, X), (WEIGHT, WEIGHT), (torch.ones(1, 3, 4),), "windows of 1"),
+    "no taps": ((X,), (WEIGHT[:, :0],), None, "a tap at least"),
+    "no channels": ((X[:, :0],), (WEIGHT[:0],), None, "needs a channel"),
+    "integers": ((X.long(),), (WEIGHT,), None, "x_TC must be floating point"),
+    "eight bits": ((X.to(torch.float8_e4m3fn),), (WEIGHT,), None, "of 16 bits or more"),
+    "weight elsewhere": ((X,), (WEIGHT.to("meta"),), None, "weight_CW must be .* on cpu, got .* on meta"),
+    "window elsewhere": ((X,), (WEIGHT,), (torch.ones(1, 3, 4, device="meta"),), "window_NCW must be .* on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    """Nothing is rounded to integers, read elsewhere or left out: one clear line."""
+    xs, weights, windows, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        short_convs(xs, weights, windows_NCW=windows)

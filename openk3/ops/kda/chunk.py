@@ -13,12 +13,13 @@ from openk3.ops.kda.block import Kept, block_backward, block_forward
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
 from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states, kda_gate
 from openk3.ops.kda.scan import final_states, kept_steps, lay_out_states
-from openk3.ops.norm import at_least_float32, l2_norm
+from openk3.ops.norm import at_full_precision, at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
 
 _BLOCK_VALUES = 2**21  # of one tensor in a block: about twenty such tensors are in use at once
 
 
+@at_full_precision
 def chunk_kda(
     q_THK: Tensor,
     k_THK: Tensor,
@@ -34,7 +35,8 @@ def chunk_kda(
 
     Sequences of any lengths, empty ones included, are scanned side by side. Arithmetic is in at least float32. On a GPU
     the kernels of `fused_kda` run instead where `backend.pick` says that they apply; their products take operands
-    rounded to the widest format among the tokens' tensors.
+    rounded to the widest format among the tokens' tensors. A token that is not finite spoils its whole chunk, earlier
+    tokens included, and what follows it, but no other sequence.
     """
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
     if pick("kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]), bounded=gate.lower_bound is not None) == "triton":
@@ -107,6 +109,7 @@ class _ChunkKda(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @at_full_precision
     # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_o, d_final = grads

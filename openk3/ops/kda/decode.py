@@ -3,6 +3,10 @@
 States and convolution windows of all requests lie in pools, and a request names its slot. Slot -1 means no request:
 nothing of a pool belongs to it, and its outputs are zero. The functions here are the definitions, request by request
 where the layout asks for it; on a GPU each is one launch of `decode_kernel`, which reads nothing back to the host.
+
+Shapes, formats and devices that do not fit raise ValueError. Values of slots, bounds and counts are checked too where
+they lie on the CPU; on a GPU, where a look at them would wait for all its work, they are the caller's word.
+Only `step_kda` is differentiable.
 """
 
 from collections.abc import Iterator
@@ -12,8 +16,17 @@ import torch
 from torch import Tensor
 
 from openk3.ops.backend import pick
+from openk3.ops.kda.decode_checks import (
+    check_bounds,
+    check_counts,
+    check_kept,
+    check_layer,
+    check_rows,
+    check_step,
+    check_values,
+)
 from openk3.ops.kda.reference import KdaGate, kda_gate
-from openk3.ops.norm import at_least_float32, gated_rms_norm, l2_norm
+from openk3.ops.norm import at_full_precision, at_least_float32, gated_rms_norm, l2_norm
 from openk3.ops.short_conv import short_conv
 
 
@@ -87,6 +100,7 @@ def step_kda(
     least float32; the given state is left as it was.
     """
     tokens = (q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH)
+    check_step(tokens, gate, state_NHKV, None)
     parameters = (gate.A_log_H, gate.dt_bias_HK, state_NHKV)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *parameters))
     if wants_gradients or not _has_kernels(q_NHK, state_NHKV):
@@ -99,6 +113,7 @@ def step_kda(
     return decode_launch.step(tokens, gate, state_NHKV, slot_N, into_NHKV), into_NHKV
 
 
+@torch.no_grad()
 def step_kda_in_place(
     q_NHK: Tensor,
     k_NHK: Tensor,
@@ -115,6 +130,8 @@ def step_kda_in_place(
     state_SHKV in float32, float64 or rounded to bfloat16. Returns o [N, H, V] in v.dtype.
     """
     tokens = (q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH)
+    check_step(tokens, gate, state_SHKV, slot_N)
+    check_values(len(state_SHKV), slot_N)
     if _has_kernels(q_NHK, state_SHKV):
         from openk3.ops.kda import decode_launch
 
@@ -127,6 +144,7 @@ def step_kda_in_place(
     return o_NHV
 
 
+@torch.no_grad()
 def decode_kda(
     projected: Projected,
     output_gate_NC: Tensor,
@@ -143,6 +161,11 @@ def decode_kda(
     sigmoid(output gate) * RMSNorm(o) [N, H * V] in the gate's dtype (report §2.1, eq. 1).
     """
     into = into or pool
+    check_layer(weights, pool, into)
+    num_requests = check_rows(pool.state_SHKV, projected, slot_N, output_gate=output_gate_NC)
+    if num_requests != len(output_gate_NC):
+        raise ValueError(f"slot_N: {num_requests} slots for {len(output_gate_NC)} tokens")
+    check_values(len(pool.state_SHKV), slot_N)
     if _has_kernels(projected.q_TC, pool.state_SHKV):
         from openk3.ops.kda import decode_launch
 
@@ -153,6 +176,7 @@ def decode_kda(
     return torch.where(slot_N[:, None] >= 0, y_NC, 0)
 
 
+@torch.no_grad()
 def verify_kda(
     projected: Projected,
     output_gate_TC: Tensor,
@@ -174,6 +198,16 @@ def verify_kda(
     """
     if accepted_N is not None and kept is None:
         raise ValueError("verify_kda: accepted_N counts rows of `kept`, which is missing")
+    check_layer(weights, pool, pool)
+    num_requests = check_rows(pool.state_SHKV, projected, slot_N, output_gate=output_gate_TC)
+    check_counts(
+        pool.state_SHKV, ("cu_seqlens", cu_seqlens, num_requests + 1), ("accepted_N", accepted_N, num_requests)
+    )
+    if kept is not None:
+        check_rows(pool.state_SHKV, kept, slot_N, packed=False)
+        check_kept(projected, kept)
+    check_values(len(pool.state_SHKV), slot_N)
+    check_bounds(cu_seqlens, len(output_gate_TC), None if kept is None else kept.q_TC.shape[1])
     if _has_kernels(projected.q_TC, pool.state_SHKV):
         from openk3.ops.kda import decode_launch
 
@@ -191,6 +225,7 @@ def verify_kda(
     return y_TC
 
 
+@torch.no_grad()
 def replay_kda(
     projected: Projected,
     weights: DecodeWeights,
@@ -202,19 +237,28 @@ def replay_kda(
 ) -> None:
     """Move states and windows on by the first accepted_N[n] tokens of each request, as `decode_kda` would have.
 
-    `projected` is what `verify_kda` kept (pools by slot), or with cu_seqlens the rows that it was given.
+    `projected` is what `verify_kda` kept (pools by slot), or with cu_seqlens the rows that it was given. No request
+    has more accepted tokens than there are rows, whatever accepted_N says.
     """
+    check_layer(weights, pool, pool)
+    num_requests = check_rows(pool.state_SHKV, projected, slot_N, packed=cu_seqlens is not None)
+    check_counts(
+        pool.state_SHKV, ("accepted_N", accepted_N, num_requests), ("cu_seqlens", cu_seqlens, num_requests + 1)
+    )
+    check_values(len(pool.state_SHKV), slot_N)
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, len(projected.q_TC), None)
     if _has_kernels(projected.q_TC, pool.state_SHKV):
         from openk3.ops.kda import decode_launch
 
         decode_launch.replay(projected, weights, pool, slot_N, accepted_N, cu_seqlens=cu_seqlens)
         return
     if cu_seqlens is None:
-        start_N = slot_N * projected.q_TC.shape[1]
+        start_N, rows_N = slot_N.long() * projected.q_TC.shape[1], projected.q_TC.shape[1]
         projected = Projected(*(x.flatten(0, 1) for x in projected.tensors()))
     else:
-        start_N = cu_seqlens[:-1]
-    for _, row_M, slot_M in _tokens(start_N, accepted_N, slot_N):
+        start_N, rows_N = cu_seqlens[:-1], cu_seqlens.diff()
+    for _, row_M, slot_M in _tokens(start_N, accepted_N.clamp(max=rows_N), slot_N):
         _step_pool(projected.rows(row_M), weights, pool, slot_M, pool)
 
 
@@ -223,6 +267,7 @@ def _has_kernels(x: Tensor, state_SHKV: Tensor) -> bool:
     return pick("kda", x, channels=state_SHKV.shape[2:]) != "reference"
 
 
+@at_full_precision
 def _step(tokens: tuple[Tensor, ...], gate: KdaGate, state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
     """`step_kda` by its definition."""
     q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH = tokens

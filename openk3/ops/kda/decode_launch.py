@@ -45,8 +45,8 @@ def decode(
     into: DecodePool,
 ) -> Tensor:
     """y [N, H * V] of `decode.decode_kda`."""
-    _check_contiguous("into", *into.tensors())
     arguments = _of_layer(weights, pool) | _of_outputs(projected, output_gate_NC, weights)
+    _check_contiguous("into", *into.tensors())
     arguments |= {"into": into.tensors(), "slot_ptr": _index(slot_N)}
     _launch("decode_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
     return arguments["y_ptr"]
@@ -82,8 +82,6 @@ def replay(
     cu_seqlens: Tensor | None,
 ) -> None:
     """`decode.replay_kda`."""
-    if (projected.q_TC.ndim == 2) != (cu_seqlens is not None):
-        raise ValueError("replay_kda: cu_seqlens goes with packed rows [T, C], and pools [S, D, C] have none")
     arguments = _of_layer(weights, pool) | _of_old(projected)
     arguments |= {"rows": arguments["old"], "strides": arguments["old_strides"]}
     arguments |= {"gate_ptr": None, "gate_stride": 0, "y_ptr": None}
@@ -120,7 +118,7 @@ def _of_layer(weights: DecodeWeights, pool: DecodePool) -> dict[str, Any]:
     _check_contiguous("pool", *pool.tensors())
     return _of_gate(weights.gate) | {
         "filters": tuple(x.contiguous() for x in weights.convolutions()),
-        "norm_ptr": weights.norm_weight_V,
+        "norm_ptr": weights.norm_weight_V.contiguous(),
         "eps": weights.norm_eps,
         "pool": pool.tensors(),
     }
@@ -156,7 +154,7 @@ def _of_old(drafts: Projected) -> dict[str, Any]:
 
 def _index(x: Tensor | None) -> Tensor | None:
     """Slots, bounds or counts in the one format that kernels are compiled for."""
-    return None if x is None else x.to(torch.int32)
+    return None if x is None else x.to(torch.int32).contiguous()
 
 
 def _strides(name: str, *tensors: Tensor) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ gradients inside all tiles at once. Memory beyond inputs and gradients is that o
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.backend import on_device
+from openk3.ops.backend import check_kernels, on_device
 from openk3.ops.kda.fused import Forward, Plan, fused_forward, make_plan
 from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients, gate_gradients, tile_gradients
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
-from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states
+from openk3.ops.kda.reference import KdaGate, check_gate, check_tokens, initial_states
 from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
 from openk3.ops.kda.scan_kernel import ScanOutputs, scan
 from openk3.ops.kda.tiles import Span
-from openk3.ops.sequences import sequence_bounds
+from openk3.ops.sequences import sequence_bounds, whole_numbers
 
 SLAB_TILES = 2**14  # tiles times heads of a slab: 32 kB each of states and of their gradients, and half of that besides
 
@@ -40,17 +40,22 @@ def fused_kda(
     *,
     state_NHKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    checkpoints: tuple[int, ...] | None = None,
+    checkpoints: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     """Kimi Delta Attention by kernels: same arguments and results as `recurrent_kda`, for what `backend.pick` admits.
 
     With `checkpoints`, token positions that rise strictly within 1..T, also the states behind the token before each
     [M, H, K, V] float32, found on the way and not differentiable. Twice the same inputs give the same bits, gradients
-    included. Raises ValueError if shapes or dtypes do not fit, or for a gate without a bound.
+    included. Raises ValueError if shapes, dtypes or devices do not fit, for a gate without a bound or for what kernels
+    cannot run on.
     """
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+    check_gate(decay_logit_THK, gate)
     if gate.lower_bound is None:
         raise ValueError("fused_kda: the gate must have a lower bound; chunk_kda takes gates without")
+    check_kernels("fused_kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]))
+    if checkpoints is not None:
+        checkpoints = whole_numbers("checkpoints", checkpoints)
     bounds = sequence_bounds(cu_seqlens, q_THK.shape[0])
     state = state_NHKV
     if state is not None:

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.norm import at_least_float32, l2_norm
+from openk3.ops.norm import at_full_precision, at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
+
+_FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class KdaGate:
     lower_bound: float | None = -5.0
 
     def __post_init__(self) -> None:
-        if self.lower_bound is not None and not -5.0 <= self.lower_bound < 0.0:
+        bound = self.lower_bound
+        if bound is not None and not (isinstance(bound, int | float) and -5.0 <= bound < 0.0):
             raise ValueError(f"KDA gate: lower_bound must be None or in [-5, 0), got {self.lower_bound}")
 
 
@@ -37,14 +40,7 @@ def kda_gate(decay_logit_THK: Tensor, gate: KdaGate) -> Tensor:
     Raises ValueError if the gate's parameters are not [H] and [H, K].
     """
     logit = at_least_float32(decay_logit_THK)
-    for name, x, shape in (
-        ("A_log_H", gate.A_log_H, logit.shape[-2:-1]),
-        ("dt_bias_HK", gate.dt_bias_HK, logit.shape[-2:]),
-    ):
-        if x.shape != shape:
-            raise ValueError(
-                f"KDA gate: {name} must be {list(shape)} for logits {list(logit.shape)}, got {list(x.shape)}"
-            )
+    check_gate(logit, gate)
     A_log_H, dt_bias_HK = gate.A_log_H.to(logit.dtype), gate.dt_bias_HK.to(logit.dtype)
     if gate.lower_bound is None:
         return -A_log_H.exp()[:, None] * F.softplus(logit + dt_bias_HK, threshold=40.0)
@@ -56,7 +52,8 @@ class _BoundedGate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logit: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float) -> Tensor:
-        slope = A_log.exp()[:, None]
+        # Finite, so that where the gate is pinned its gradient is 0 and not 0 times infinity.
+        slope = A_log.exp().clamp_(max=torch.finfo(A_log.dtype).max)[:, None]
         opened = (logit + dt_bias).mul_(slope).sigmoid_()
         ctx.save_for_backward(logit, dt_bias, slope, opened)
         ctx.bound = bound
@@ -67,14 +64,14 @@ class _BoundedGate(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logit, dt_bias, slope, opened = ctx.saved_tensors
-        d_logit = torch.ops.aten.sigmoid_backward(grads[0], opened).mul_(slope * ctx.bound)
+        d_logit = torch.ops.aten.sigmoid_backward(grads[0], opened).mul_(slope).mul_(ctx.bound)
         d_bias = d_logit.flatten(0, -3).sum(0)
         d_A_log = (d_logit * logit).flatten(0, -3).sum((0, 2)) + (d_bias * dt_bias).sum(1)
         return d_logit, d_A_log, d_bias, None
 
 
 def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: Tensor, beta_logit_TH: Tensor) -> None:
-    """Raise ValueError unless the five agree in tokens, heads and key channels, and in float64 or not."""
+    """Raise ValueError unless the five agree in tokens, heads, key channels and device, and in float64 or not."""
     if q_THK.ndim != 3:
         raise ValueError(
             f"q_THK: expected [tokens, heads, key channels], got {list(q_THK.shape)};"
@@ -88,29 +85,55 @@ def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: T
         ("decay_logit_THK", decay_logit_THK, q_THK.shape),
         ("beta_logit_TH", beta_logit_TH, heads),
     )
-    wide = torch.promote_types(q_THK.dtype, torch.float32)
+    if 0 in (*q_THK.shape[1:], *v_THV.shape[2:3]):
+        raise ValueError(f"q_THK {list(q_THK.shape)}, v_THV {list(v_THV.shape)}: needs a head and a channel at least")
+    wide = q_THK.dtype == torch.float64
     for name, x, shape in parts:
         if x.shape != shape or (name == "v_THV" and x.ndim != 3):
             raise ValueError(f"{name}: {list(x.shape)} does not fit q_THK {list(q_THK.shape)}")
-        if torch.promote_types(x.dtype, torch.float32) != wide or not x.is_floating_point():
+        if x.dtype not in _FORMATS or (x.dtype == torch.float64) != wide:
             raise ValueError(
-                f"{name}: {x.dtype} beside q_THK {q_THK.dtype}; must be floating point, all float64 or none"
+                f"{name}: {x.dtype} beside q_THK {q_THK.dtype}; must be floating point, all float64 or none,"
+                " of 16 bits or more"
+            )
+        if x.device != q_THK.device:
+            raise ValueError(f"{name}: on {x.device}, but q_THK is on {q_THK.device}")
+
+
+def check_gate(logit_THK: Tensor, gate: KdaGate) -> None:
+    """Raise ValueError unless the gate's parameters are [H] and [H, K] for logits [..., H, K], on their device."""
+    for name, x, shape in (
+        ("A_log_H", gate.A_log_H, logit_THK.shape[-2:-1]),
+        ("dt_bias_HK", gate.dt_bias_HK, logit_THK.shape[-2:]),
+    ):
+        if x.shape != shape:
+            raise ValueError(
+                f"KDA gate: {name} must be {list(shape)} for logits {list(logit_THK.shape)}, got {list(x.shape)}"
+            )
+        if x.device != logit_THK.device or not x.is_floating_point():
+            raise ValueError(
+                f"KDA gate: {name} must be floating point on {logit_THK.device}, got {x.dtype} on {x.device}"
             )
 
 
 def initial_states(state_NHKV: Tensor | None, num_sequences: int, k_THK: Tensor, v_THV: Tensor) -> Tensor:
     """States before N sequences [N, H, K, V] in v's format: the given ones, or zeros.
 
-    Raises ValueError if the given ones are not of that shape.
+    Raises ValueError if the given ones are not floating point of that shape on v's device.
     """
     shape = (num_sequences, *k_THK.shape[1:], v_THV.shape[2])
     if state_NHKV is None:
         return v_THV.new_zeros(shape)
     if state_NHKV.shape != shape:
         raise ValueError(f"state_NHKV: expected {list(shape)} for these tokens, got {list(state_NHKV.shape)}")
+    if state_NHKV.device != v_THV.device or not state_NHKV.is_floating_point():
+        raise ValueError(
+            f"state_NHKV: must be floating point on {v_THV.device}, got {state_NHKV.dtype} on {state_NHKV.device}"
+        )
     return state_NHKV.to(v_THV.dtype)
 
 
+@at_full_precision
 def recurrent_kda(
     q_THK: Tensor,
     k_THK: Tensor,
@@ -131,7 +154,8 @@ def recurrent_kda(
     q, k [T, H, K] raw; v [T, H, V]; decay_logit [T, H, K]; beta_logit [T, H]. cu_seqlens [N + 1] int cuts the tokens
     into sequences (None: one), state [N, H, K, V] is the one before each (None: zeros). Returns o [T, H, V] in
     v.dtype and the states after each sequence in at least float32, which is what everything is computed in.
-    Raises ValueError if shapes or dtypes do not fit, cu_seqlens does not cover the tokens or the states are not N.
+    Raises ValueError if shapes, dtypes or devices do not fit, cu_seqlens does not cover the tokens or the states are
+    not N.
     """
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
     q = l2_norm(q_THK, scale=q_THK.shape[-1] ** -0.5)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from openk3.ops.backend import pick
 from openk3.ops.kda.chunk import chunk_kda
-from openk3.ops.kda.reference import KdaGate
-from openk3.ops.norm import at_least_float32
+from openk3.ops.kda.reference import KdaGate, check_tokens
+from openk3.ops.norm import at_full_precision, at_least_float32
+from openk3.ops.sequences import sequence_bounds
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Segment:
     transition_NHKK: Tensor
     written_NHKV: Tensor
 
+    @at_full_precision
     def apply(self, state_NHKV: Tensor) -> Tensor:
         """State leaving each of the N segments when `state` enters it."""
         return self.transition_NHKK @ state_NHKV + self.written_NHKV
@@ -38,7 +40,8 @@ def segment_kda(
     itself, so the first K columns end as the transition and the others as what the segment writes. Kernels, which take
     heads of certain widths, do the two in a pass each.
     """
-    num_segments = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    check_tokens(k_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+    num_segments = len(sequence_bounds(cu_seqlens, len(k_THK))) - 1
     (num_tokens, H, K), V = k_THK.shape, v_THV.shape[2]
 
     def leaving(values_THV: Tensor, state_NHKV: Tensor | None) -> Tensor:
@@ -53,6 +56,7 @@ def segment_kda(
     return Segment(*leaving(columns, start).split([K, V], 3))
 
 
+@at_full_precision
 def compose(first: Segment, then: Segment) -> Segment:
     """The map of `first` followed by `then`."""
     return Segment(then.transition_NHKK @ first.transition_NHKK, then.apply(first.written_NHKV))
