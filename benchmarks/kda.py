@@ -34,6 +34,7 @@ import torch  # noqa: E402
 from kda_report import COLUMNS, markdown, print_row, worse_than_fla  # noqa: E402
 from kda_timing import Protocol, copy_rate  # noqa: E402
 
+HARD = "hard inputs"  # chosen by --rows like a row
 VARLEN = {"1300+547+2048+963+271+3063": (1300, 547, 2048, 963, 271, 3063), "8x1024": (1024,) * 8}
 
 
@@ -183,7 +184,22 @@ def flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--commit", help="what to record as the commit where the checkout has no history")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.device = torch.device(options.device)
+    except RuntimeError:
+        parser.error(f"--device {options.device}: must be cuda, cuda:0 and so on, or cpu")
+    if options.device.type not in ("cuda", "cpu"):
+        parser.error(f"--device {options.device}: must be cuda, cuda:0 and so on, or cpu")
+    if options.device.type == "cuda" and (options.device.index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {options.device}: torch sees {torch.cuda.device_count()} CUDA devices here; try cpu")
+    if not any(part in name for part in options.rows for name in (HARD, *(row.name for row in all_rows()))):
+        parser.error(f"--rows {' '.join(options.rows)}: no row has that in its name, such as {all_rows()[0].name!r}")
+    if options.peers is not None and not options.peers.is_dir():
+        parser.error(f"--peers {options.peers}: no such folder")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out}: not a folder")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -193,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.path.insert(0, str(options.peers))
     import kda_peers
 
-    device = torch.device(options.device)
+    device = options.device
     if device.type == "cpu":
         implementations, missing = {"ours": kda_peers.reference()}, {}
     else:
@@ -212,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_row(results["rows"][-1])
         if not options.check_only:  # what is measured is kept if a later row breaks the process
             written(results, options.out)
-    if any(part in "hard inputs" for part in options.rows):
+    if any(part in HARD for part in options.rows):
         from kda_operator import hard_checks
 
         results["checks"] = hard_checks(implementations, device, tiny=options.small)

@@ -99,3 +99,21 @@ def test_committed_results_have_the_form() -> None:
         assert_form(results)
         assert path.name == f"kda-{results['gpu'].removeprefix('NVIDIA ').split()[0].lower()}-{results['date']}.json"
         assert path.with_suffix(".md").read_text() == markdown(results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "cuda:99"], "torch sees"),
+        (["--device", "nonsense"], "must be cuda"),
+        (["--device", "meta"], "must be cuda"),
+        (["--device", "cpu", "--rows", "nonsense"], "no row has that in its name"),
+        (["--device", "cpu", "--peers", "/no/such/folder"], "no such folder"),
+        (["--device", "cpu", "--out", __file__], "not a folder"),
+    ],
+)
+def test_flags_that_lead_nowhere(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line and exit code 2 before anything is measured or written, and no traceback."""
+    with pytest.raises(SystemExit, match="2"):
+        kda.main(arguments)
+    assert words in capsys.readouterr().err
