@@ -76,9 +76,15 @@ def check_kernels(name: str, x: Tensor, *, channels: Sequence[int] = ()) -> None
 def prefers_gluon(device: torch.device) -> bool:
     """Whether kernels written in Gluon for Hopper (compute capability 9.0) run on a device, in place of Triton twins.
 
-    OPENK3_GLUON=0 leaves everything to the twins: to compare the two, or to rule one out.
+    OPENK3_GLUON=0 leaves everything to the twins: to compare the two, or to rule one out. Raises ConfigError for a
+    value other than 0 and 1.
     """
-    return device.type == "cuda" and _capability(device) == (9, 0) and os.environ.get("OPENK3_GLUON") != "0"
+    if device.type != "cuda" or _capability(device) != (9, 0):
+        return False
+    choice = os.environ.get("OPENK3_GLUON", "1")
+    if choice not in ("0", "1", ""):
+        raise ConfigError(f"OPENK3_GLUON={choice}: must be 0 or 1")
+    return choice != "0"
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:

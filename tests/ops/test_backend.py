@@ -62,6 +62,9 @@ def test_gluon_is_for_hopper(gpu: OnDevice, monkeypatch: pytest.MonkeyPatch) -> 
     assert backend.prefers_gluon(gpu.device) and not backend.prefers_gluon(torch.device("cpu"))
     monkeypatch.setenv("OPENK3_GLUON", "0")
     assert not backend.prefers_gluon(gpu.device)
+    monkeypatch.setenv("OPENK3_GLUON", "off")
+    with pytest.raises(ConfigError, match="OPENK3_GLUON=off: must be 0 or 1"):
+        backend.prefers_gluon(gpu.device)
     monkeypatch.delenv("OPENK3_GLUON")
     monkeypatch.setattr(backend, "_capability", lambda device: (12, 0))
     assert not backend.prefers_gluon(gpu.device)
