@@ -12,7 +12,20 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 # Rows as in the layer contract, from the top down; a folder that is not named here fails the test.
-FOLDERS = ("commands", "recipes", "evals", "train", "optim", "data", "model", "ops", "inputs", "runtime", "config")
+FOLDERS = (
+    "commands",
+    "recipes",
+    "evals",
+    "train",
+    "engine",
+    "optim",
+    "data",
+    "model",
+    "ops",
+    "inputs",
+    "runtime",
+    "config",
+)
 
 
 def purpose(path: Path) -> str:

@@ -1,0 +1,173 @@
+"""PrefixCache: which computed prefixes the pages hold, and the longest one that a new request can start from.
+
+Latents of a prefix may end at any hash block; a KDA state exists only where a checkpoint was taken, one page in each
+group of KDA layers. A request can start where both are there (report section 5.4.1). Nothing is entered before it is
+computed, so whatever is found may be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openk3.config.serve import PageShape
+from openk3.engine.block_pool import BlockPool, PageKind
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The longest usable prefix. Pages are not pinned yet: pass `pages` to `BlockPool.allocate` as its pins."""
+
+    num_tokens: int = 0  # where the request starts; 0: from nothing
+    shared_tokens: int = 0  # how far latents alone would reach: a place worth a checkpoint
+    full_pages: tuple[int, ...] = ()  # latents to read in place
+    partial_page: int | None = None  # latents whose first rows are copied: more than the prefix is or will be in it
+    checkpoint: tuple[int, ...] = ()  # state of each KDA group, to be copied
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Pages that are copied from, and must stay until the copies are done."""
+        return self.checkpoint if self.partial_page is None else (self.partial_page, *self.checkpoint)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Every page of the hit."""
+        return self.full_pages + self.sources
+
+
+@dataclass
+class _Checkpoint:
+    pages: tuple[int, ...]
+    kept: bool
+
+
+class PrefixCache:
+    """Index from keys (see HashChain) to pages of `pool`; takes over the pool's evictions."""
+
+    def __init__(self, pool: BlockPool, shape: PageShape) -> None:
+        self._pool, self._shape = pool, shape
+        self._holders: dict[bytes, dict[int, None]] = {}  # pages whose rows reach to the key's end, oldest first
+        self._keys_of: dict[int, tuple[bytes, ...]] = {}  # a page's complete hash blocks, from its first
+        self._checkpoints: dict[bytes, _Checkpoint] = {}
+        self._key_of: dict[int, bytes] = {}  # a checkpoint page's key
+        pool.on_evict = self._drop
+
+    def lookup(self, keys: Sequence[bytes], most_tokens: int) -> Hit:
+        """The longest prefix of at most `most_tokens` tokens for which latents and every KDA group's state are there.
+
+        Whole pages are followed first, then the hash blocks of the first page that is not whole; from there back to the
+        nearest checkpoint.
+        """
+        size, per_page = self._shape.hash_tokens, self._shape.blocks_per_page
+        last = max(0, min(len(keys), most_tokens // size))
+        reach = 0
+        while reach + per_page <= last and keys[reach + per_page - 1] in self._holders:
+            reach += per_page
+        inside = range(min(last, reach + per_page - 1), reach, -1)
+        reach = next((end for end in inside if keys[end - 1] in self._holders), reach)
+        end = next((end for end in range(reach, 0, -1) if self._has_state(keys[end - 1])), 0)
+        if end == 0:
+            return Hit(shared_tokens=reach * size)
+        full = tuple(self._holder(keys[i - 1]) for i in range(per_page, end + 1, per_page))
+        partial = self._holder(keys[end - 1]) if end % per_page else None
+        states = self._checkpoints[keys[end - 1]].pages if self._shape.kda_groups else ()
+        return Hit(end * size, reach * size, full, partial, states)
+
+    def add_latents(self, page: int, keys: Sequence[bytes]) -> bool:
+        """Enter a held page whose first len(keys) hash blocks are computed; returns whether it leads further.
+
+        All of its keys are entered at once, or none when another page already reaches as far. A page that fills up is
+        entered again with more keys.
+        """
+        if not keys or keys[-1] in self._holders:
+            return False
+        self._pool.cache(page)
+        for key in keys:
+            self._holders.setdefault(key, {})[page] = None
+        self._keys_of[page] = tuple(keys)
+        return True
+
+    def add_checkpoint(self, key: bytes, pages: Sequence[int], *, kept: bool) -> bool:
+        """Enter a held, filled state page of each KDA group; returns whether it is new.
+
+        `kept` says that it stays after its request has gone past it. Pages are sealed: a checkpoint is only read.
+        """
+        if len(pages) != self._shape.kda_groups or key not in self._holders:
+            raise ValueError(f"checkpoint: {len(pages)} pages for {self._shape.kda_groups} groups, or no latents there")
+        if key in self._checkpoints:
+            return False
+        for page in pages:
+            self._pool.cache(page)
+            self._pool.seal(page)
+            self._key_of[page] = key
+        self._checkpoints[key] = _Checkpoint(tuple(pages), kept)
+        return True
+
+    def has_checkpoint(self, key: bytes) -> bool:
+        """Whether every KDA group's state is there."""
+        return key in self._checkpoints
+
+    def keep(self, key: bytes) -> None:
+        """Let a checkpoint, if it is still there, outlive its request's next one, and count it as just used."""
+        if key in self._checkpoints:
+            self._checkpoints[key].kept = True
+            for page in self._checkpoints[key].pages:
+                self._pool.touch(page)
+
+    def recycle(self, key: bytes) -> None:
+        """Give up a checkpoint that a later one replaces, unless it is to be kept."""
+        if key in self._checkpoints and not self._checkpoints[key].kept:
+            self._drop_checkpoint(key)
+
+    def clear(self) -> None:
+        """Forget everything: pages that nobody holds become free."""
+        for page in [*self._key_of, *self._keys_of]:
+            self._drop(page)
+
+    def check(self) -> None:
+        """Assert every invariant of the index, and that the pool agrees on what is cached."""
+        holders: dict[bytes, set[int]] = {}
+        for page, keys in self._keys_of.items():
+            assert self._pool.kind(page) is PageKind.LATENTS, f"page {page}: latents expected"
+            assert 1 <= len(keys) <= self._shape.blocks_per_page, f"page {page}: {len(keys)} hash blocks"
+            for key in keys:
+                holders.setdefault(key, set()).add(page)
+        assert holders == {key: set(pages) for key, pages in self._holders.items()}, "the two sides of the index differ"
+        states = {page: key for key, point in self._checkpoints.items() for page in point.pages}
+        assert states == self._key_of, "checkpoints and their pages differ"
+        assert len(states) == len(self._checkpoints) * self._shape.kda_groups, "a checkpoint lacks a group"
+        for page, key in states.items():
+            assert self._pool.kind(page) is PageKind.STATE, f"page {page}: a state expected"
+            assert self._pool.is_sealed(page), f"page {page}: a checkpoint that can be written"
+            assert key in self._holders, f"page {page}: a checkpoint without latents"
+        self._check_cached()
+
+    def _check_cached(self) -> None:
+        known = self._keys_of.keys() | self._key_of.keys()
+        for page in known:
+            assert self._pool.is_cached(page), f"page {page}: indexed, but not cached"
+        assert self._pool.num_idle == sum(self._pool.refs(page) == 0 for page in known), "an idle page is not indexed"
+
+    def _has_state(self, key: bytes) -> bool:
+        return self._shape.kda_groups == 0 or key in self._checkpoints
+
+    def _holder(self, key: bytes) -> int:
+        return next(iter(self._holders[key]))
+
+    def _drop(self, page: int) -> None:
+        """Forget one page, and what is useless without it: states of the other groups, checkpoints without latents."""
+        if page in self._key_of:
+            self._drop_checkpoint(self._key_of[page])
+            return
+        for key in self._keys_of.pop(page, ()):
+            del self._holders[key][page]
+            if not self._holders[key]:
+                del self._holders[key]
+                if key in self._checkpoints:
+                    self._drop_checkpoint(key)
+        self._pool.uncache(page)
+
+    def _drop_checkpoint(self, key: bytes) -> None:
+        for page in self._checkpoints.pop(key).pages:
+            del self._key_of[page]
+            self._pool.uncache(page)
