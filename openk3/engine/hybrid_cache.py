@@ -1,6 +1,6 @@
 """HybridCache: what each request holds of the page memory, and the copies that a runner makes for it.
 
-In one engine step, before the pass: `start` a request (a new one, or one that was preempted), ask
+In one engine step, before the pass: `start` a request (a new one, once it has a `name`, or a preempted one), ask
 `checkpoints.next_stop` where its pass must end, and `reserve` room up to there. The runner zeroes and copies as
 `RequestCache.plan` says and runs the pass. After it: `landed` for a plan that was carried out, then `computed`. That
 may leave the plan of a checkpoint, which is carried out and landed before the next pass of the request. `release` gives
@@ -17,7 +17,7 @@ from openk3.engine.block_pool import BlockPool, NoRoom, PageKind, PoolError
 from openk3.engine.checkpoints import Checkpoints
 from openk3.engine.page_plans import CopyPlan, LatentCopy, RequestCache, StateCopy
 from openk3.engine.prefix_cache import Hit, PrefixCache
-from openk3.engine.prefix_keys import HashChain, ImageSpan, root_key
+from openk3.engine.prefix_keys import HashChain, ImageSpan, Salt
 
 
 class RequestTooLarge(ValueError):
@@ -37,28 +37,24 @@ class HybridCache:
         self.asked_tokens = self.hit_tokens = 0  # of all requests so far: their quotient is the hit rate
         self._requests: dict[RequestCache, None] = {}
 
-    def start(
-        self,
-        token_ids: Sequence[int],
-        *,
-        tenant: str = "",
-        images: Sequence[ImageSpan] = (),
-        turn_ends: Iterable[int] = (),
-        most_hit: int | None = None,
-    ) -> RequestCache:
+    def name(self, token_ids: Sequence[int], *, tenant: str = "", images: Sequence[ImageSpan] = ()) -> HashChain:
+        """Keys of a request's prefixes under the present weights. Raises ValueError for images that do not fit."""
+        return HashChain(Salt(tenant, self.weights_version), self.config.pages.hash_tokens, token_ids, images)
+
+    def start(self, chain: HashChain, *, turn_ends: Iterable[int] = (), most_hit: int | None = None) -> RequestCache:
         """Find the longest cached prefix, pin it, and take private pages: a state, and latents for the next token.
 
         At least one token is left to compute; `most_hit` leaves more (0: all, for log-probabilities of the prompt).
         `turn_ends` are token counts at which turns of the conversation end: the last hash boundary before each keeps
         its checkpoint. So does the place where cached latents end without a state, since two requests came by there.
-        A request that was preempted starts again with all its tokens. Raises ValueError for an empty request or a turn
-        end outside it, RequestTooLarge, and NoRoom when something must be released first.
+        A request that was preempted starts again with the chain of all its tokens. Raises ValueError for an empty
+        request, a turn end outside it or the chain of other weights, RequestTooLarge, and NoRoom when something must
+        be released first.
         """
-        total, size, ends = len(token_ids), self.config.pages.hash_tokens, set(turn_ends)
-        _refuse(self, total, ends)
+        total, size, ends = chain.num_tokens, chain.hash_tokens, set(turn_ends)
+        _refuse(self, chain, ends)
         if len(self._requests) >= self.config.max_requests:
             raise NoRoom(f"{len(self._requests)} requests hold pages, no more are allowed")
-        chain = HashChain(root_key(tenant, self.weights_version, size), size, token_ids, images)
         hit, states, page = _acquire(self, chain, total - 1 if most_hit is None else min(most_hit, total - 1))
         self.asked_tokens += total
         self.hit_tokens += hit.num_tokens
@@ -171,13 +167,18 @@ class HybridCache:
             self.prefixes.add_latents(request.pages[j], request.chain.keys[j * per_page : end])
 
 
-def _refuse(cache: HybridCache, total: int, turn_ends: set[int]) -> None:
+def _refuse(cache: HybridCache, chain: HashChain, turn_ends: set[int]) -> None:
+    total = chain.num_tokens
     if not total:
         raise ValueError("request: at least one token is needed")
     if total > cache.largest_request:
         raise RequestTooLarge(f"request: {total} tokens do not fit; there is room for {cache.largest_request}")
     if any(not 0 <= end <= total for end in turn_ends):
         raise ValueError(f"turn_ends: every end must lie in 0..{total}")
+    if chain.salt.weights_version != cache.weights_version:
+        raise ValueError(f"request: named for weights {chain.salt.weights_version!r}, name it again")
+    if any(chain is request.chain for request in cache._requests):
+        raise PoolError("two requests cannot append to one chain: name the second one itself")
 
 
 def _acquire(cache: HybridCache, chain: HashChain, most_tokens: int) -> tuple[Hit, list[int], int]:

@@ -15,19 +15,19 @@ from typing import NamedTuple
 KEY_BYTES = 32  # collisions must stay out of reach of somebody who looks for them
 
 
+class Salt(NamedTuple):
+    """Prefixes are shared inside one tenant and one version of the weights only."""
+
+    tenant: str
+    weights_version: str
+
+
 class ImageSpan(NamedTuple):
     """An image in a prompt: its expanded placeholders are tokens start .. start + num_tokens - 1."""
 
     start: int
     num_tokens: int
     digest: bytes  # the whole digest, at least KEY_BYTES
-
-
-def root_key(tenant: str, weights_version: str, hash_tokens: int) -> bytes:
-    """The salt of a chain: prefixes are shared inside one tenant and one version of the weights only."""
-    parts = [text.encode() for text in (tenant, weights_version)]
-    lengths = struct.pack("<3q", hash_tokens, *map(len, parts))
-    return _hash(lengths + b"".join(parts), b"openk3 root")
 
 
 def image_digest(pixels: bytes | bytearray | memoryview, grid_thw: tuple[int, int, int]) -> bytes:
@@ -40,12 +40,13 @@ def image_digest(pixels: bytes | bytearray | memoryview, grid_thw: tuple[int, in
 class HashChain:
     """Keys of one request's complete hash blocks: `keys[i]` names the first (i + 1) * hash_tokens tokens.
 
+    Made once for a request, however often it waits or is preempted: a million tokens take about a tenth of a second.
     `images` are in order and apart; each lies inside `token_ids`. Raises ValueError naming the image that does not, or
     whose digest was cut short.
     """
 
     def __init__(
-        self, root: bytes, hash_tokens: int, token_ids: Sequence[int], images: Sequence[ImageSpan] = ()
+        self, salt: Salt, hash_tokens: int, token_ids: Sequence[int], images: Sequence[ImageSpan] = ()
     ) -> None:
         end = 0
         for n, image in enumerate(images):
@@ -54,10 +55,11 @@ class HashChain:
             if len(image.digest) < KEY_BYTES:
                 raise ValueError(f"image {n}: a digest of {len(image.digest)} bytes, at least {KEY_BYTES} are needed")
             end = image.start + image.num_tokens
+        self.salt = salt
         self.hash_tokens = hash_tokens
         self.keys: list[bytes] = []
         self.num_tokens = 0
-        self._last = root
+        self._last = _root(salt, hash_tokens)
         self._images = list(images)
         self._tail: list[int] = []
         self.append(token_ids)
@@ -80,6 +82,12 @@ class HashChain:
         for image in inside:
             parts += [struct.pack("<3q", image.start, image.num_tokens, len(image.digest)), image.digest]
         return _hash(b"".join(parts), b"openk3 block")
+
+
+def _root(salt: Salt, hash_tokens: int) -> bytes:
+    parts = [text.encode() for text in salt]
+    lengths = struct.pack("<3q", hash_tokens, *map(len, parts))
+    return _hash(lengths + b"".join(parts), b"openk3 root")
 
 
 def _hash(data: bytes, person: bytes) -> bytes:

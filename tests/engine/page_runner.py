@@ -54,11 +54,15 @@ class PageRunner:
         turn_ends: Iterable[int] = (),
     ) -> Driven:
         """Start a request; its hit must be what was computed for the same tokens, images, tenant and weights."""
-        request = self.cache.start(tokens, tenant=tenant, images=images, turn_ends=turn_ends)
-        driven = Driven(request, list(tokens), tenant, images, [self._intern(("root", tenant))])
-        self._extend(driven, request.hit_tokens)
-        self.check()
-        return driven
+        request = self.cache.start(self.cache.name(tokens, tenant=tenant, images=images), turn_ends=turn_ends)
+        return self._driven(request, Driven(request, list(tokens), tenant, images, []))
+
+    def again(self, driven: Driven) -> Driven:
+        """Start a preempted request again, with the chain it has, or named anew if the weights have changed."""
+        chain = driven.cache.chain
+        if chain.salt.weights_version != self.cache.weights_version:
+            chain = self.cache.name(driven.tokens, tenant=driven.tenant, images=driven.images)
+        return self._driven(self.cache.start(chain), driven)
 
     def carry_out(self, driven: Driven) -> None:
         """Execute the request's plan, if there is one, without telling anybody."""
@@ -134,6 +138,12 @@ class PageRunner:
             if self.cache.pool.kind(page) is None:
                 self.rows[page] = [POISON] * self.shape.page_tokens
                 self.states[page] = (POISON, POISON)
+
+    def _driven(self, request: RequestCache, like: Driven) -> Driven:
+        driven = Driven(request, like.tokens, like.tenant, like.images, [self._intern(("root", like.tenant))])
+        self._extend(driven, request.hit_tokens)
+        self.check()
+        return driven
 
     def _copy(self, plan: CopyPlan) -> None:
         for page in plan.zero_states:

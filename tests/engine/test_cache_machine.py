@@ -157,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.remove(driven)
         self.runner.release(driven)
         try:
-            again = self.runner.start(driven.tokens, driven.tenant, driven.images)
+            again = self.runner.again(driven)
         except (NoRoom, RequestTooLarge):
             assert self.running or len(driven.tokens) > self.runner.cache.largest_request
         else:

@@ -65,7 +65,7 @@ def test_one_token_is_always_left_to_compute() -> None:
     runner.release(runner.run(runner.start(PROMPT[:16])))
     again = runner.start(PROMPT[:16])
     assert again.cache.hit_tokens == 14
-    none = runner.cache.start(PROMPT[:16], most_hit=0)
+    none = runner.cache.start(runner.cache.name(PROMPT[:16]), most_hit=0)
     assert none.hit_tokens == 0 and none.plan is not None and none.plan.zero_states == tuple(none.states)
     assert (runner.cache.asked_tokens, runner.cache.hit_tokens) == (48, 14)
 
@@ -173,7 +173,7 @@ def test_s03_preempted_in_any_place_it_starts_from_what_was_computed() -> None:
             runner.release(a)
             other = runner.start([*PROMPT, 1])
             assert other.cache.hit_tokens <= computed - unfinished
-            again = runner.start(PROMPT, turn_ends=[11])
+            again = runner.again(a)
             runner.run(again)
             runner.run(other)
             runner.release(again, other)
@@ -330,6 +330,8 @@ def test_models_without_kda_layers_hit_at_any_boundary() -> None:
 MISUSE: list[tuple[Callable[[PageRunner], object], type[Exception], str]] = [
     (lambda r: r.start([]), ValueError, "at least one token"),
     (lambda r: r.start([1], turn_ends=[2]), ValueError, "every end must lie in 0..1"),
+    (lambda r: (old := r.cache.name([1]), r.cache.new_weights("1"), r.cache.start(old)), ValueError, "name it again"),
+    (lambda r: r.again(r.start([1])), PoolError, "two requests cannot append to one chain"),
     (lambda r: r.release(*[r.start([1])] * 2), PoolError, "released before"),
     (lambda r: r.cache.landed(r.run(r.start([1])).cache), PoolError, "no plan to land"),
     (lambda r: r.cache.computed(r.start([1]).cache, 1), PoolError, "no plan left to land"),

@@ -9,9 +9,9 @@ import pytest
 from openk3.config.serve import PageShape
 from openk3.engine.block_pool import BlockPool, PageKind
 from openk3.engine.prefix_cache import Hit, PrefixCache
-from openk3.engine.prefix_keys import HashChain, root_key
+from openk3.engine.prefix_keys import HashChain, Salt
 
-KEYS = HashChain(root_key("", "0", 2), 2, range(24)).keys  # twelve blocks, three to a page
+KEYS = HashChain(Salt("", "0"), 2, range(24)).keys  # twelve blocks, three to a page
 
 
 class Fixture:

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openk3.engine.prefix_keys import KEY_BYTES, HashChain, ImageSpan, image_digest, root_key
+from openk3.engine.prefix_keys import KEY_BYTES, HashChain, ImageSpan, Salt, image_digest
 
-ROOT = root_key("tenant", "v1", 4)
+SALT = Salt("tenant", "v1")
 PAD = 9
 
 
-def keys(token_ids: Sequence[int], images: Sequence[ImageSpan] = (), root: bytes = ROOT) -> list[bytes]:
+def keys(token_ids: Sequence[int], images: Sequence[ImageSpan] = (), salt: Salt = SALT) -> list[bytes]:
     """Keys with hash blocks of four tokens."""
-    return HashChain(root, 4, token_ids, images).keys
+    return HashChain(salt, 4, token_ids, images).keys
 
 
 @settings(deadline=None, max_examples=60)
@@ -32,7 +32,7 @@ def test_keys_agree_exactly_as_far_as_complete_blocks_do(a: list[int], b: list[i
 @given(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=6))
 def test_growing_is_the_same_as_starting_long(parts: list[list[int]]) -> None:
     """Token by token or at once."""
-    chain = HashChain(ROOT, 4, [])
+    chain = HashChain(SALT, 4, [])
     for part in parts:
         chain.append(part)
     whole = [token for part in parts for token in part]
@@ -41,11 +41,10 @@ def test_growing_is_the_same_as_starting_long(parts: list[list[int]]) -> None:
 
 def test_salt_separates_tenants_weights_and_block_sizes() -> None:
     """Also where the texts run into each other."""
-    roots = [
-        root_key(*salt) for salt in (("a", "bc", 4), ("ab", "c", 4), ("", "abc", 4), ("a", "bc", 2), ("a", "b", 4))
-    ]
-    assert len(set(roots)) == 5 and all(len(root) == KEY_BYTES for root in roots)
-    assert len({keys([1, 2, 3, 4], root=root)[0] for root in roots}) == 5
+    salts = [Salt("a", "bc"), Salt("ab", "c"), Salt("", "abc"), Salt("a", "b"), Salt("b", "a")]
+    found = {keys([1, 2, 3, 4], salt=salt)[0] for salt in salts}
+    found |= set(HashChain(salts[0], 2, [1, 2, 3, 4]).keys)
+    assert len(found) == len(salts) + 2 and {len(key) for key in found} == {KEY_BYTES}
 
 
 def test_large_ids_do_not_run_into_each_other() -> None:
