@@ -57,3 +57,26 @@ def test_gradients_of_any_size(logit: float, size: float) -> None:
     got, want = both(inputs, [32, 20], torch.float32, size=size)
     for name, expected in want.items():
         assert (got[name] - expected).norm() <= 1e-4 * expected.norm(), name
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_tokens_alone_with_large_states(size: float, written: bool) -> None:
+    """Where no token reads another one, or nothing is written, gradients by way of the states set no scale."""
+    lengths = [1, 1, 2, 0, 1]
+    inputs = kda_inputs(lengths, H=1, K=16, V=16)
+    inputs["state"] = inputs["state"] * size
+    if not written:
+        inputs["beta_logit"] = torch.full_like(inputs["beta_logit"], -200.0)
+    got, want = both(inputs, lengths, torch.float32, size=size)
+    for name, expected in want.items():
+        assert (got[name] - expected).norm() <= 1e-5 * expected.norm() + 1e-30, name
+
+
+def test_steep_gates() -> None:
+    """A gate whose slope no float32 holds is at a bound everywhere, and gets no gradient there."""
+    inputs = kda_inputs([40], H=2, K=16, V=16)
+    got, want = both(inputs | {"A_log": torch.tensor([89.0, 700.0], dtype=torch.float64)}, [40], torch.float32)
+    for name, expected in want.items():
+        assert (got[name] - expected).norm() <= 1e-5 * expected.norm(), name
+    assert not got["d_decay_logit"].any()

@@ -115,7 +115,7 @@ def _exponent(logit_s, a_log_ptr, bias_ptr, head):
     C: gl.constexpr = logit_s.shape[0]
     K: gl.constexpr = logit_s.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])
-    slope = gl.exp2(gl.load(a_log_ptr + head).to(gl.float32) * 1.4426950408889634)
+    slope = gl.minimum(gl.exp2(gl.load(a_log_ptr + head).to(gl.float32) * 1.4426950408889634), 1e30)
     channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
     shift = gl.load(bias_ptr + head * K + channel).to(gl.float32) * slope
     return logit_s.permute((1, 0)).load(layout).to(gl.float32) * slope + shift[:, None], slope
@@ -297,15 +297,17 @@ def gradient_kernel(
 
     # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
     # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
-    # gradients may be tiny: products are taken relative to the largest.
+    # gradients may be tiny: products are taken relative to the largest. But what comes from the states may be large
+    # where nothing was written: the scale leaves room for that.
     row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
     column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     below = row[:, None] > column[None, :]
     diagonal = gl.where(row[:, None] == column[None, :], d_mqk, none)
     d_mqk = gl.where(below, d_mqk, none)
     d_keys = gl.where(below, -d_keys, none)
-    own, peak = gl.reduce((diagonal, gl.maximum(gl.abs(d_mqk), gl.abs(d_keys))), 1, _add_and_maximum)
-    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(gl.max(peak, 0), 1e-36))))
+    most = gl.maximum(gl.abs(d_mqk + diagonal), gl.abs(d_keys))
+    own, peak = gl.reduce((diagonal, most), 1, _add_and_maximum)
+    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(gl.max(peak, 0), 1e-27))))
     shrink = 1.0 / size
     half = gl.exp2(middle)
     d_kd, d_kr = warpgroup_mma_wait(0, (d_kd, d_kr))
@@ -370,7 +372,7 @@ def gradient_kernel(
     x, slope = _exponent(logit_s, a_log_ptr, bias_ptr, head)
     tail = gl.exp2(gl.abs(x) * -1.4426950408889634)
     share = 1.0 / (1.0 + tail)
-    d_logit = d_log * (tail * share * share) * (slope * bound * size)
+    d_logit = d_log * (tail * share * share * slope) * (bound * size)
     _put(d_logit.to(io), logit_s, d_logit_d, d_logit_ptr, start, length, head, H)
     q = _row(q_s, q_norm, wide)
     k = _row(k_s, k_norm, wide)

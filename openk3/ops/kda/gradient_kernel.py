@@ -127,10 +127,10 @@ def _gate(first, tokens, live, slope, shift):
 
 @triton.jit
 def _gate_slope(first, tokens, live, slope, shift):
-    """Derivative of that sigmoid, exact to float32 even where it is nearly 0 or 1."""
+    """Derivative of that sigmoid in the logit, exact to float32 even where the sigmoid is nearly 0 or 1."""
     small = tl.exp2(tl.abs(_columns(first, tokens, live) * slope + shift[:, None]) * -1.4426950408889634)
     share = 1.0 / (1.0 + small)
-    return small * share * share
+    return small * share * share * slope
 
 
 @triton.jit
@@ -222,9 +222,10 @@ def gradient_kernel(
     below = c[:, None] > c[None, :]
     d_mqk = tl.where(below, d_mqk, 0.0)
     d_keys = tl.where(below, -d_keys, 0.0)
-    # Decay may span 2^-231 in a tile and gradients may be tiny: products are taken relative to the largest.
-    size = tl.maximum(tl.max(tl.abs(d_mqk)), tl.max(tl.abs(d_keys)))
-    size = tl.exp2(tl.ceil(tl.log2(tl.maximum(size, 1e-36))))
+    # Decay may span 2^-231 in a tile and gradients may be tiny: products are taken relative to the largest. But what
+    # comes from the states may be large where nothing was written: the scale leaves room for that.
+    size = tl.maximum(tl.max(tl.abs(d_mqk)), tl.maximum(tl.max(tl.abs(d_keys)), tl.max(tl.abs(own))))
+    size = tl.exp2(tl.ceil(tl.log2(tl.maximum(size, 1e-27))))
     shrink = 1.0 / size
     d_mqk = (d_mqk * shrink).to(io)
     d_keys = (d_keys * shrink).to(io)
@@ -233,7 +234,7 @@ def gradient_kernel(
     keys = (start * H + head) * K
     tokens = c[:, None] * (H * K) + channel[None, :]
     q_at, k_at, logit_at = q_ptr + keys, k_ptr + keys, logit_ptr + keys
-    slope = tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634)
+    slope = tl.minimum(tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634), 1e30)
     shift = tl.load(bias_ptr + head * K + channel).to(tl.float32) * slope
     upper = tl.where(c[:, None] <= c[None, :], 1.0, 0.0).to(io)
     gate = _gate(logit_at, tokens, live, slope, shift) * (bound * 1.4426950408889634)
@@ -263,7 +264,7 @@ def gradient_kernel(
     d_q = d_qd * (tl.exp2(total) * scale)
 
     d_log = _sums(d_log, tl.trans(upper), 2) + carried[:, None]
-    d_logit = d_log * _gate_slope(logit_at, tokens, live, slope, shift) * (slope * bound * size)
+    d_logit = d_log * _gate_slope(logit_at, tokens, live, slope, shift) * (bound * size)
     tl.store(d_logit_ptr + keys + tokens, tl.trans(d_logit.to(d_logit_ptr.dtype.element_ty)), mask=live[:, None])
     q = _columns(q_at, tokens, live) * q_norm[None, :]
     k = _columns(k_at, tokens, live) * k_norm[None, :]
