@@ -217,3 +217,15 @@ def test_wrong_flags_are_one_line(arguments: list[str], said: str, capsys: pytes
     errors = capsys.readouterr().err
     assert end.value.code == 2 and errors.count("\n") == 1 and said in errors
     assert errors.startswith("openk3: ") and errors.endswith(f"(see openk3 {arguments[0]} --help)\n")
+
+
+@pytest.mark.parametrize("command", ["chat", "pretrain"])
+@pytest.mark.parametrize("columns", ["1", "7"])
+def test_help_ends_in_the_narrowest_terminal(command: str, columns: str) -> None:
+    """Where words do not fit they are cut at some width; the help once never came to an end."""
+    script = f"from openk3.cli import main; main(['{command}', '--help'])"
+    environment = os.environ | {"COLUMNS": columns}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment, timeout=60
+    )
+    assert done.returncode == 0 and "usage: openk3" in done.stdout

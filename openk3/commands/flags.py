@@ -8,6 +8,7 @@ import io
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -245,6 +246,9 @@ def _check_numbers(parsed: Any) -> None:
             raise UserError(f"{flag}: must lie in {SEEDS.start}..{SEEDS.stop - 1}, got {value}")
 
 
+NARROWEST = 40  # columns; tyro never ends where it has less than eight
+
+
 def _one_line_errors(prog: str, parse: Callable[[], Any], asks_for_help: bool) -> Any:
     """What `parse` returns. tyro frames its errors in a box of several lines; here they become one."""
     errors = io.StringIO()
@@ -253,6 +257,8 @@ def _one_line_errors(prog: str, parse: Callable[[], Any], asks_for_help: bool) -
         with contextlib.redirect_stderr(errors):
             if not asks_for_help:
                 os.environ["COLUMNS"] = "100000"  # the box breaks long words, a path say, at the terminal's width
+            elif shutil.get_terminal_size().columns < NARROWEST:
+                os.environ["COLUMNS"] = str(NARROWEST)
             return parse()
     except SystemExit as end:
         if end.code:

@@ -6,9 +6,12 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Generator, Iterator
 
 from openk3.commands.errors import UserError
+
+_HARMLESS = "\n\t\u200c\u200d"  # line ends, tabs and the joiners
 
 
 def prepare_streams() -> None:
@@ -37,23 +40,35 @@ def abandon_stdout() -> None:
 
 
 def read_text() -> str:
-    """All of standard input. Raises UserError if it is not UTF-8."""
-    return "".join(read_lines())
+    """All of standard input, up to the first end that a terminal signals. Raises UserError if it is not UTF-8."""
+    with _only_utf8():
+        return sys.stdin.read()
 
 
 def read_lines() -> Iterator[str]:
     """The lines of standard input, as they come. Raises UserError at one that is not UTF-8."""
-    try:
+    with _only_utf8():
         yield from sys.stdin
+
+
+@contextlib.contextmanager
+def _only_utf8() -> Generator[None]:
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise UserError(f"standard input: is not UTF-8 text ({error.reason}); convert it first") from None
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer the terminal: other control characters than line ends and tabs are shown as U+FFFD."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    """Text that cannot steer the terminal: other control characters than line ends and tabs are shown as U+FFFD.
+
+    Spaces of every script stay, and so do the joiners that letters and emoji are put together with.
+    """
+    return "".join(
+        c if c.isprintable() or c in _HARMLESS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
+    )
 
 
 def is_coloured() -> bool:
     """Whether standard output is a terminal that takes colours and wants them."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
+    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and "NO_COLOR" not in os.environ

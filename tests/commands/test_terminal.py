@@ -55,11 +55,42 @@ def test_streams_that_the_caller_closed_are_there(monkeypatch: pytest.MonkeyPatc
 def test_output_cannot_steer_the_terminal() -> None:
     """Escape sequences, from a model or in a file's name, are shown, not obeyed."""
     assert terminal.printable("a\x1b[2Jb\n\tc\r\u202e") == "a\ufffd[2Jb\n\tc\ufffd\ufffd"
+    assert terminal.printable("\x9b1m\x7f\x07\u2028\u2066\ue000\udcff") == "\ufffd1m" + 6 * "\ufffd"
+
+
+def test_every_script_can_be_read() -> None:
+    """Wide and unbreakable spaces, and joiners of emoji or Persian letters, are no control characters."""
+    text = "\u4f60\u3000\u597d 1\u00a0000 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u062e"
+    assert terminal.printable(text) == text
+
+
+def test_a_terminal_signals_the_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-D behind a line that is not finished ends the text, where a user once had to press it again and again."""
+
+    class Terminal(io.RawIOBase):
+        pieces = [b"abc", b"", b"typed later"]
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: bytearray) -> int:
+            piece = self.pieces.pop(0) if self.pieces else b""
+            buffer[: len(piece)] = piece
+            return len(piece)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Terminal())))
+    assert terminal.read_text() == "abc"
 
 
 @pytest.mark.parametrize(
     ("tty", "name", "value", "coloured"),
-    [(True, "", "", True), (False, "", "", False), (True, "TERM", "dumb", False), (True, "NO_COLOR", "1", False)],
+    [
+        (True, "", "", True),
+        (False, "", "", False),
+        (True, "TERM", "dumb", False),
+        (True, "TERM", "", False),
+        (True, "NO_COLOR", "1", False),
+    ],
 )
 def test_colours_only_where_they_are_wanted(
     tty: bool, name: str, value: str, coloured: bool, monkeypatch: pytest.MonkeyPatch
