@@ -28,7 +28,7 @@ class Checkpoints:
     def wanted(self, request: RequestCache, end: int) -> bool:
         """Whether the state after `end` tokens is to be kept, and is not there yet. `end` may lie among drafts."""
         size, every = request.chain.hash_tokens, self._config.checkpoint_tokens
-        if end == 0 or end % size or not self._config.pages.kda_groups:
+        if end % size or not self._config.pages.kda_groups:
             return False
         place = end in request.stops or end >= request.prompt_tokens or (every > 0 and end % every == 0)
         known = request.chain.keys[end // size - 1 : end // size]

@@ -249,6 +249,47 @@ def test_s06_alone_a_request_never_waits_for_what_it_would_reuse() -> None:
     runner.run(again)
 
 
+def test_beside_others_a_request_waits_for_room_to_reuse() -> None:
+    """Three pages of the hit are idle, two are free, three are needed: from nothing it would fit, and start slowly."""
+    runner = PageRunner(small_cache(num_pages=8))
+    runner.release(runner.run(runner.start(PROMPT[:6])))
+    other = runner.start([1])
+    with pytest.raises(NoRoom):
+        runner.start([*PROMPT[:6], 1])
+    runner.release(other)
+    assert runner.start([*PROMPT[:6], 1]).cache.hit_tokens == 6
+
+
+def test_a_prompt_that_ends_at_a_boundary_keeps_its_checkpoint() -> None:
+    """Also when the answer has gone on, and for the same prompt again the one before it."""
+    runner = PageRunner(small_cache())
+    a = runner.run(runner.start(PROMPT[:8]))
+    runner.append(a, [1, 2, 3, 4])
+    runner.run(a)
+    assert runner.start([*PROMPT[:8], 5]).cache.hit_tokens == 8
+    assert runner.start(PROMPT[:8]).cache.hit_tokens == 6
+
+
+def test_no_pass_stops_for_a_checkpoint_that_is_there() -> None:
+    """A prompt that must be computed anew runs through."""
+    runner = PageRunner(small_cache())
+    runner.release(runner.run(runner.start(PROMPT[:21])))
+    anew = runner.cache.start(runner.cache.name(PROMPT[:21]), most_hit=0)
+    assert [runner.cache.checkpoints.next_stop(anew, n) for n in (7, 8, 19, 21)] == [7, 8, 8, 8]
+    anew.num_computed = 16
+    assert runner.cache.checkpoints.next_stop(anew, 21) == 21
+
+
+def test_a_reservation_never_hands_out_what_is_sealed() -> None:
+    """Neither a state nor latents."""
+    for pages in ("states", "pages"):
+        runner = PageRunner(small_cache())
+        request = runner.start(PROMPT[:5]).cache
+        runner.cache.pool.seal(getattr(request, pages)[0])
+        with pytest.raises(PoolError, match="about to be written, but it is sealed"):
+            runner.cache.reserve(request, 5)
+
+
 def test_without_room_a_start_or_a_reservation_changes_nothing() -> None:
     """They succeed once something has been released."""
     runner = PageRunner(small_cache(num_pages=7))
