@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ops"), str(ROOT / "tests" / "gp
 from kda_kernel_checks import Case, call, cotangents, everything, kernel_inputs  # noqa: E402
 from kernel_compile import kernel_files, load, source_of  # noqa: E402
 
-from openk3.ops.kda.fused_backward import fused_kda  # noqa: E402
+from openk3.ops.kda.fused_backward import checkpointed_kda, fused_kda  # noqa: E402
 
 
 def run_attention() -> None:
@@ -32,7 +32,7 @@ def run_attention() -> None:
             everything(fused_kda, values, case, cotangents(case, "cuda"))
             with torch.no_grad():
                 call(fused_kda, values, case)
-                call(lambda *xs, **options: fused_kda(*xs, checkpoints=(1, 100), **options), values, case)
+                call(lambda *xs, **named: checkpointed_kda(xs[:5], xs[5], (1, 100), **named), values, case)
 
 
 def run_decoding() -> None:

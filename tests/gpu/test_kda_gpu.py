@@ -34,7 +34,7 @@ from kda_kernel_checks import (
 from torch import Tensor
 
 from openk3.ops import KdaGate, chunk_kda
-from openk3.ops.kda.fused_backward import fused_kda
+from openk3.ops.kda.fused_backward import checkpointed_kda, fused_kda
 
 pytestmark = pytest.mark.gpu
 Measured = list[tuple[str, str, dict[str, float]]]
@@ -209,7 +209,7 @@ def test_a_nan_stays_in_its_sequence(gpu: torch.device) -> None:
 @pytest.mark.parametrize("case", [Case((500, 0, 300), H=12), Case((20000,), H=1)], ids=str)
 def test_checkpoints(case: Case, gpu: torch.device) -> None:
     """States at positions in the middle and at the ends of sequences, cut among multiprocessors or not."""
-    assert_checkpoints(fused_kda, case, (1, 32, 100, 500, 501, 511, 797, 800), gpu)
+    assert_checkpoints(checkpointed_kda, case, (1, 32, 100, 500, 501, 511, 797, 800), gpu)
 
 
 def test_the_model_uses_the_kernels(gpu: torch.device) -> None:

@@ -238,7 +238,7 @@ def assert_checkpoints(op: Op, case: Case, positions: Sequence[int], device: tor
     values = kernel_inputs(case, device)
     ends = cu_seqlens(case.lengths).tolist()
     with torch.no_grad():
-        o, final, states = call(lambda *xs, **options: op(*xs, checkpoints=tuple(positions), **options), values, case)
+        o, final, states = call(lambda *xs, **named: op(xs[:5], xs[5], tuple(positions), **named), values, case)
         assert states.shape == (len(positions), case.H, case.K, case.V) and states.dtype == torch.float32
         found = errors({"o": o, "final": final}, exact(case, values, None))
         assert all(found[name] <= case.limits[name] for name in found), found

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from openk3.ops import KdaGate, recurrent_kda
 from openk3.ops.kda import fused_backward
 from openk3.ops.kda.fused import Plan
-from openk3.ops.kda.fused_backward import fused_kda
+from openk3.ops.kda.fused_backward import checkpointed_kda, fused_kda
 from openk3.ops.kda.tiles import tile_table
 
 LENGTHS = [33, 0, 7, 70, 0]
@@ -97,9 +97,8 @@ def test_without_gradients() -> None:
         assert torch.equal(again, o) and torch.equal(state_again, state) and not again.requires_grad
         q, k, v, z, beta, A_log, dt_bias, first = (inputs[name] for name in NAMES)
         gate, cu_seqlens = KdaGate(A_log, dt_bias), torch.tensor([0, 70, 110], dtype=torch.int32)
-        _, _, states = fused_kda(
-            q, k, v, z, beta, gate, state_NHKV=first, cu_seqlens=cu_seqlens, checkpoints=(20, 64, 70, 90)
-        )
+        tokens, positions = (q, k, v, z, beta), (20, 64, 70, 90)
+        _, _, states = checkpointed_kda(tokens, gate, positions, state_NHKV=first, cu_seqlens=cu_seqlens)
         for row, (start, end, n) in zip(states, ((0, 20, 0), (0, 64, 0), (0, 70, 0), (70, 90, 1))):
             part = (x[start:end] for x in (q, k, v, z, beta))
             torch.testing.assert_close(row, recurrent_kda(*part, gate, state_NHKV=first[n : n + 1])[1][0])
@@ -110,7 +109,7 @@ def test_gradients_with_checkpoints() -> None:
     inputs = narrow(kda_inputs([70], H=1, K=16, V=16), torch.float32)
 
     def cut(*arguments: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:
-        o, state, checkpoints = fused_kda(*arguments, **named, checkpoints=(5, 37))
+        o, state, checkpoints = checkpointed_kda(arguments[:5], arguments[5], (5, 37), **named)
         assert not checkpoints.requires_grad
         return o, state
 
@@ -187,13 +186,13 @@ def test_kernels_read_nothing_that_does_not_fit(name: str) -> None:
 def test_checkpoints_in_any_sequence() -> None:
     """A list or a tensor of positions is as good as a tuple; what is no position is named."""
     q, k, v, z, beta, A_log, dt_bias, _ = kda_inputs([5], K=16, V=16, dtype=torch.float32).values()
-    given = (q, k, v, z, beta, KdaGate(A_log, dt_bias))
-    want = fused_kda(*given, checkpoints=(2, 5))[2]
+    given = ((q, k, v, z, beta), KdaGate(A_log, dt_bias))
+    want = checkpointed_kda(*given, (2, 5))[2]
     assert len(want) == 2
     for positions in ([2, 5], torch.tensor([2, 5])):
-        assert torch.equal(fused_kda(*given, checkpoints=positions)[2], want)
+        assert torch.equal(checkpointed_kda(*given, positions)[2], want)
     with pytest.raises(ValueError, match="checkpoints: expected whole numbers"):
-        fused_kda(*given, checkpoints=[2.0])
+        checkpointed_kda(*given, [2.0])
 
 
 def test_forward_derivatives_are_not_lost() -> None:

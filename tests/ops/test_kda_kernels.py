@@ -17,7 +17,7 @@ from kda_kernel_checks import (
 )
 
 from openk3.ops import chunk_kda, recurrent_kda
-from openk3.ops.kda.fused_backward import fused_kda
+from openk3.ops.kda.fused_backward import checkpointed_kda, fused_kda
 
 SMALL = {"H": 2, "K": 16, "V": 16}
 PACKED = (0, 33, 1, 0, 64, 5, 0)
@@ -95,4 +95,4 @@ def test_a_nan_stays_in_its_sequence() -> None:
 @pytest.mark.parametrize("positions", [(1, 33, 34, 50, 98), (66,), ()])
 def test_checkpoints(positions: tuple[int, ...]) -> None:
     """States at any positions of packed sequences: at ends, right behind a start, inside a tile."""
-    assert_checkpoints(fused_kda, Case(PACKED, dtype=torch.float32, **SMALL), positions)
+    assert_checkpoints(checkpointed_kda, Case(PACKED, dtype=torch.float32, **SMALL), positions)

@@ -40,22 +40,36 @@ def fused_kda(
     *,
     state_NHKV: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    checkpoints: Sequence[int] | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention by kernels: same arguments and results as `recurrent_kda`, for what `backend.pick` admits.
 
-    With `checkpoints`, token positions that rise strictly within 1..T, also the states behind the token before each
-    [M, H, K, V] float32, found on the way and not differentiable. Twice the same inputs give the same bits, gradients
-    included. Raises ValueError if shapes, dtypes or devices do not fit, for a gate without a bound or for what kernels
-    cannot run on.
+    Twice the same inputs give the same bits, gradients included. Raises ValueError if shapes, dtypes or devices do not
+    fit, for a gate without a bound or for what kernels cannot run on.
     """
+    tokens = (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
+    return checkpointed_kda(tokens, gate, (), state_NHKV=state_NHKV, cu_seqlens=cu_seqlens)[:2]
+
+
+def checkpointed_kda(
+    tokens: Tokens,
+    gate: KdaGate,
+    checkpoints: Sequence[int],
+    *,
+    state_NHKV: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fused_kda` of (q, k, v, decay logits, beta logits) that also returns states on the way.
+
+    `checkpoints` are M token positions that rise strictly within 1..T; the third result [M, H, K, V] float32 holds the
+    states behind the token before each, found in the same pass and not differentiable.
+    """
+    q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH = tokens
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
     check_gate(decay_logit_THK, gate)
     if gate.lower_bound is None:
         raise ValueError("fused_kda: the gate must have a lower bound; chunk_kda takes gates without")
     check_kernels("fused_kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]))
-    if checkpoints is not None:
-        checkpoints = whole_numbers("checkpoints", checkpoints)
+    positions = whole_numbers("checkpoints", checkpoints)
     bounds = sequence_bounds(cu_seqlens, q_THK.shape[0])
     state = state_NHKV
     if state is not None:
@@ -64,17 +78,15 @@ def fused_kda(
     parameters = (gate.A_log_H, gate.dt_bias_HK)
     given = (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH, *parameters, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    plan = _plan(bounds, q_THK, checkpoints or (), keep)
+    plan = _plan(bounds, q_THK, positions, keep)
     if keep and any(x.requires_grad for x in parameters):
         logit_THK = _GateParameters.apply(logit_THK, *parameters)
     q, k, v, logit, beta = (x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH))
     fixed = KdaGate(gate.A_log_H.detach().contiguous(), gate.dt_bias_HK.detach().contiguous(), gate.lower_bound)
     if keep:
-        results = _FusedKda.apply(plan, fixed, q, k, v, logit, beta, state)
-    else:
-        result = _forward(plan, fixed, (q, k, v, logit, beta), state)
-        results = (result.o_THV, result.final_NHKV, result.checkpoints_MHKV)
-    return results if checkpoints is not None else results[:2]
+        return _FusedKda.apply(plan, fixed, q, k, v, logit, beta, state)
+    result = _forward(plan, fixed, (q, k, v, logit, beta), state)
+    return result.o_THV, result.final_NHKV, result.checkpoints_MHKV
 
 
 def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], keep: bool) -> Plan:
