@@ -82,11 +82,6 @@ def _fetch(descriptors, places, bar):
 
 
 @gluon.jit
-def _add_and_maximum(sum_a, peak_a, sum_b, peak_b):
-    return sum_a + sum_b, gl.maximum(peak_a, peak_b)
-
-
-@gluon.jit
 def _running(x):
     """Sums over all tokens up to each, x [K, C]: with its rows in another order x is laid out in blocks."""
     K: gl.constexpr = x.shape[0]
@@ -281,7 +276,9 @@ def gradient_kernel(
     none = gl.zeros([C, C], gl.float32, layout=square)
     mbarrier.wait(values_bar, 0)
     _clear((u_s, d_o_s, d_r_s), length, rows)
-    along = gl.sum(d_r_s.load(rows).to(gl.float32) * u_s.load(rows).to(gl.float32), 1)
+    u = u_s.load(rows).to(gl.float32)
+    along = gl.sum(d_r_s.load(rows).to(gl.float32) * u, 1)
+    own = gl.sum(d_o_s.load(rows).to(gl.float32) * u, 1)
     _put_beta(along, beta_ptr, d_beta_ptr, start, length, head, H)
     u_t = u_s.permute((1, 0)).load(second)
     d_mqk = mma_v2(d_o_s.load(first), u_t, none)
@@ -298,16 +295,15 @@ def gradient_kernel(
     # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
     # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
     # gradients may be tiny: products are taken relative to the largest. But what comes from the states may be large
-    # where nothing was written: the scale leaves room for that.
+    # where nothing was written: the scale counts the diagonal and leaves room for that.
     row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
     column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     below = row[:, None] > column[None, :]
-    diagonal = gl.where(row[:, None] == column[None, :], d_mqk, none)
+    most = gl.abs(gl.where(row[:, None] >= column[None, :], d_mqk, none))
     d_mqk = gl.where(below, d_mqk, none)
     d_keys = gl.where(below, -d_keys, none)
-    most = gl.maximum(gl.abs(d_mqk + diagonal), gl.abs(d_keys))
-    own, peak = gl.reduce((diagonal, most), 1, _add_and_maximum)
-    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(gl.max(peak, 0), 1e-27))))
+    peak = gl.max(gl.max(gl.maximum(most, gl.abs(d_keys)), 1), 0)
+    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(peak, 1e-27))))
     shrink = 1.0 / size
     half = gl.exp2(middle)
     d_kd, d_kr = warpgroup_mma_wait(0, (d_kd, d_kr))
@@ -382,6 +378,10 @@ def gradient_kernel(
     _put(d_k.to(io), k_s, d_k_d, d_k_ptr, start, length, head, H)
     _put(d_q.to(io), q_s, d_q_d, d_q_ptr, start, length, head, H)
     tma.store_wait(0)
+    # The memory of a barrier is nobody else's: the machine may write it back when another process takes its turn.
+    tokens_bar._keep_alive()
+    values_bar._keep_alive()
+    states_bar._keep_alive()
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
