@@ -117,7 +117,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         knobs.cache.dir = folder
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         code = compiled.asm["sass"] if arch == 90 or sass else ""
-    wrong = wgmma_descriptors.differences(compiled.asm["ptx"], code) if arch == 90 else []
+    followed, wrong = wgmma_descriptors.compare(compiled.asm["ptx"], code) if arch == 90 else (0, [])
     wrong += product_pipelines.overwritten(compiled.asm["ttgir"])
     found = usage(log.getvalue())
     result = {
@@ -127,6 +127,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         "arch": arch,
         "gluon": kernel.is_gluon(),
         "shared": compiled.metadata.shared,
+        "descriptors": followed,
         **found,
         "warnings": found["warnings"] + wrong,
         "sass": dict(Counter(re.findall(rf"\b({'|'.join(MNEMONICS)})\b", code))),

@@ -13,9 +13,11 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 
-from openk3.ops.kda import gluon_launch  # noqa: E402
+from openk3.ops import KdaGate  # noqa: E402
+from openk3.ops.kda import gluon_launch, prepare_gluon, prepare_kernel  # noqa: E402
 from openk3.ops.kda.gluon_launch import fits, launch, matrix  # noqa: E402
-from openk3.ops.kda.prepare_kernel import Workspace  # noqa: E402
+from openk3.ops.kda.prepare_kernel import Workspace, prepare  # noqa: E402
+from openk3.ops.kda.tiles import tile_table  # noqa: E402
 
 
 class Kernel:
@@ -102,6 +104,51 @@ def test_gluon_scans_run_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert not fits(dataclasses.replace(w, nkd=w.nkd.float()), v)
     assert not fits(dataclasses.replace(w, kr=w.kr.transpose(0, 1)), v)
     assert not fits(dataclasses.replace(w, nkd=w.nkd[:, :, :16].contiguous()), v)
+
+
+def rows(dtype: torch.dtype = torch.bfloat16, *, odd: bool = False) -> torch.Tensor:
+    """70 tokens of three heads, at an even or an odd address."""
+    return torch.zeros(70 * 3 * 128 + 1, dtype=dtype)[int(odd) :][: 70 * 3 * 128].view(70, 3, 128)
+
+
+def test_prepare_takes_gluon_where_its_rows_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any other address, in float32 and on other devices the Triton twin gets the same arguments."""
+    taken: list[tuple[str, int]] = []
+    monkeypatch.setattr(prepare_kernel, "prefers_gluon", lambda device: True)
+    monkeypatch.setattr(prepare_gluon, "launch", lambda arguments, total, **sizes: taken.append(("gluon", total)))
+    twin = type("Twin", (), {"__getitem__": lambda self, grid: lambda *xs, **named: taken.append(("triton", *grid))})
+    monkeypatch.setattr(prepare_kernel, "prepare_kernel", twin())
+    span = tile_table((0, 70), torch.device("cpu")).sequences()
+    gate = KdaGate(torch.zeros(3), torch.zeros(3, 128))
+
+    def go(*qkz: torch.Tensor) -> str:
+        prepare(*qkz, torch.zeros(70, 3, dtype=qkz[0].dtype), gate, span=span)
+        assert taken[-1][1] == 9
+        return taken[-1][0]
+
+    assert go(rows(), rows(), rows()) == "gluon"
+    assert go(rows(torch.float16), rows(torch.float16), rows(torch.float16)) == "gluon"
+    assert go(rows(), rows(), rows(odd=True)) == "triton"
+    assert go(rows(odd=True), rows(), rows()) == "triton"
+    assert go(rows(), rows(), rows(torch.float32)) == "triton"
+    assert go(rows(torch.float32), rows(torch.float32), rows(torch.float32)) == "triton"
+    monkeypatch.setattr(prepare_kernel, "prefers_gluon", lambda device: False)
+    assert go(rows(), rows(), rows()) == "triton"
+
+
+def test_prepare_in_gluon_gets_logits_as_a_matrix_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of the Triton twin in their order, and logits once more, as rows of all heads."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gluon_launch, "launch", lambda *arguments: seen.append(arguments))
+    q, k, z = rows(), rows(), rows()
+    prepare_gluon.launch((q, k, z, *range(16)), 9, K=128, C=32)
+    ((kernel, programs, values, constants, _),) = seen
+    names = [p.name for p in kernel.params]
+    assert programs == 3 and names == [*names[: len(values)], *constants]
+    named = dict(zip(names, values))
+    assert named["q_ptr"] is q and named["k_ptr"] is k and named["logit_ptr"] is z and named["logit_d"].base is z
+    assert named["logit_d"].shape == (70, 384) and named["logit_d"].block == (32, 128)
+    assert list(values[4:]) == [*range(16), 9] and names[4] == "beta_logit_ptr" and names[len(values) - 1] == "total"
 
 
 def test_the_short_way_to_the_driver_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:

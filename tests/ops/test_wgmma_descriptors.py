@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wgmma_descriptors import differences
+from wgmma_descriptors import compare
 
 PTX = """
 	mov.b32 	%r1, global_smem;
@@ -26,25 +26,51 @@ SASS = """
 --:-:-:-:1	UIADD3.X UR27, URZ, -0x7fffffe0, URZ, UP0, !UPT;
 --:-:-:-:1	HGMMA.64x32x16.F32.BF16 R24, R76, gdesc[UR24], R24, gsb0;
 """
-LOOP = PTX.replace("	add.s32", "$L__BB0_1:\n	add.s32", 1).replace(
-    "	wgmma", "	@%p2 bra 	$L__BB0_1;\n	wgmma", 1
+# The same, a thousand times, then a jump back to the products.
+LOOP = SASS.replace(
+    "--:-:-:-:1	HGMMA.64x32x16.F32.BF16 R24, R72", "LBB1:\n--:-:-:-:1	HGMMA.64x32x16.F32.BF16 R24, R72"
 )
+LOOP += """--:-:-:-:1	UISETP.NE.AND UP0, UPT, UR4, 0x3e8, UPT;
+--:-:-:-:1	@P0 BRA LBB1;
+--:-:-:-:1	EXIT;
+LBB2:
+--:-:-:-:1	BRA LBB2;
+"""
 
 
 def test_descriptors() -> None:
     """The second step read at 16 times a kernel argument; a wrong number is found as well as a wrong register."""
-    assert differences(PTX, SASS) == []
+    assert compare(PTX, SASS) == (2, [])
     lost = SASS.replace("UR26, UP0, UR14,", "UR26, UP0, UR4,")
-    assert differences(PTX, lost) == ["product 1: 0x8000002000001042 has become an argument"]
+    assert compare(PTX, lost) == (2, ["product 1: 0x8000002000001042 has become an argument"])
     moved = SASS.replace("0x2, URZ", "0x4, URZ")
-    assert differences(PTX, moved) == ["product 1: 0x8000002000001042 has become 0x8000002000001044"]
-    assert differences(PTX, SASS.replace("gsb0", "", 1).rsplit("--:-:-:-:1	HGMMA", 1)[0]) != []
+    assert compare(PTX, moved) == (2, ["product 1: 0x8000002000001042 has become 0x8000002000001044"])
+    fewer = SASS.replace("gsb0", "", 1).rsplit("--:-:-:-:1	HGMMA", 1)[0]
+    assert compare(PTX, fewer) == (0, ["2 products in PTX, 1 in SASS"])
+    assert compare("	ret;", "--:-:-:-:1	EXIT;") == (0, [])
+
+
+def test_loops_are_followed() -> None:
+    """What a round leaves for the next one counts, and so does a branch that only some rounds take."""
+    assert compare(PTX, LOOP) == (2, [])
+    overwritten = LOOP.replace("	UISETP", "	UMOV UR14, 0x40;\n--:-:-:-:1	UISETP")
+    wrong = ["product 0: 0x8000002000001040 has become", "product 1: 0x8000002000001042 has become"]
+    assert compare(PTX, overwritten) == (2, [f"{text} one thing or another" for text in wrong])
+    restored = overwritten.replace("	UMOV UR14, 0x40;", "	UMOV UR14, 0x40;\n--:-:-:-:1	UMOV UR14, 0x1040;")
+    assert compare(PTX, restored) == (2, [])
+    after = LOOP.replace("	EXIT;", "	UMOV UR14, 0x40;\n--:-:-:-:1	EXIT;")
+    assert compare(PTX, after) == (2, [])
+    branch = "@P0 BRA LBB1;\n--:-:-:-:1	UMOV UR14, 0x40;\nLBB1:\n--:-:-:-:1	UIADD3 UR26,"
+    skipped = SASS.replace("UIADD3 UR26,", branch)
+    assert compare(PTX, skipped) == (2, [f"{wrong[1]} one thing or another"])
+    never = skipped.replace("@P0 BRA LBB1", "BRA LBB1")
+    assert compare(PTX, never) == (2, [])
 
 
 def test_what_is_unknown_is_let_be() -> None:
-    """Registers from elsewhere, predicated instructions and loops."""
-    assert differences(PTX, SASS.replace("UIADD3 UR26, UP0, UR14, 0x2, URZ", "R2UR UR26, R3")) == []
-    assert (
-        differences(PTX, SASS.replace("	UIADD3 UR26, UP0, UR14, 0x2", "	@UP1 UIADD3 UR26, UP0, UR4, 0x4")) == []
-    )
-    assert differences(LOOP, SASS.replace("UP0, UR14", "UP0, UR4")) == []
+    """Registers from elsewhere, predicated instructions, a carry that something else has overwritten."""
+    elsewhere = SASS.replace("UIADD3 UR26, UP0, UR14, 0x2, URZ", "R2UR UR26, R3")
+    perhaps = SASS.replace("	UIADD3 UR26, UP0, UR14, 0x2", "	@UP1 UIADD3 UR26, UP0, UR4, 0x4")
+    overwritten = SASS.replace("	UIADD3.X", "	VOTEU.ALL UP0, P1;\n--:-:-:-:1	UIADD3.X")
+    for text in (elsewhere, perhaps, overwritten):
+        assert compare(PTX, text) == (1, [])

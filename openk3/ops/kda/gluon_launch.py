@@ -51,7 +51,7 @@ def block_type(block: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> s
 def fits(workspace: Workspace, x_THV: Tensor, *others: Tensor | None) -> bool:
     """Whether the Gluon scans may run: on Hopper, with bfloat16, 128 channels of each kind and at least one tile.
 
-    `others` may have any format. The copy engine needs contiguous tensors at addresses that 16 divides.
+    `others` may have any format; all must be `copyable`.
     """
     w = workspace
     return (
@@ -59,11 +59,14 @@ def fits(workspace: Workspace, x_THV: Tensor, *others: Tensor | None) -> bool:
         and (*w.nkd.shape[2:], x_THV.shape[2]) == (32, 128, 128)
         and w.nkd.numel() > 0
         and prefers_gluon(x_THV.device)
-        and all(
-            y is None or (y.data_ptr() % 16 == 0 and y.is_contiguous())
-            for y in (x_THV, w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, *others)
-        )
+        and all(copyable(y) for y in (x_THV, w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta))
+        and all(y is None or copyable(y) for y in others)
     )
+
+
+def copyable(x: Tensor) -> bool:
+    """Whether the copy engine takes a tensor: it must be contiguous, at an address that 16 divides."""
+    return x.data_ptr() % 16 == 0 and x.is_contiguous()
 
 
 def launch(

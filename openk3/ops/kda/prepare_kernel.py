@@ -61,11 +61,12 @@ def prepare(
         *(bound, float(round(bound * C / 2)), K**-0.5, H),
     )
     if dtype == torch.bfloat16 and (K, C) == (128, 32) and prefers_gluon(q_THK.device):
-        from openk3.ops.kda.prepare_gluon import launch
+        from openk3.ops.kda import prepare_gluon
 
-        launch(arguments, X * H, K=K, C=C)
-    else:
-        prepare_kernel[(X * H,)](*arguments, K=K, C=C, EXACT=dtype == torch.float32, **settings())
+        if prepare_gluon.fits(q_THK, k_THK, decay_logit_THK):
+            prepare_gluon.launch(arguments, X * H, K=K, C=C)
+            return workspace
+    prepare_kernel[(X * H,)](*arguments, K=K, C=C, EXACT=dtype == torch.float32, **settings())
     return workspace
 
 
