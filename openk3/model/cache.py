@@ -1,9 +1,9 @@
-"""DenseCache: what a K3 keeps of each sequence between forward passes, in the simplest form that is right.
+"""What a K3 keeps of each sequence between forward passes: the protocol, and DenseCache, its simplest right form.
 
 Per KDA layer: the state [N, H, K, V] and the last raw q, k and v projections [N, C, 4]. Per MLA layer: one row per
 token of normed latent and shared key (576 values in the released model); keys and values are never kept expanded.
-Depth sources are rebuilt in every pass. A pass writes beside what is committed and every layer writes in every pass, so
-one that raises changes nothing.
+Depth sources are rebuilt in every pass. In a DenseCache a pass writes beside what is committed and every layer writes
+in every pass, so one that raises changes nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from openk3.config.model import ModelConfig
 from openk3.ops.sequences import integers
+
+States = tuple[Tensor, tuple[Tensor, ...]]  # state_NHKV, and the convolution windows [N, C, W] of q, k and v
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,92 @@ class Sequences:
         """Whether this is a decoding step: exactly one token for every sequence."""
         return all(length == 1 for length in self.lengths)
 
+    @cached_property
+    def num_single(self) -> int:
+        """How many sequences, counted from the first, have exactly one token."""
+        return sum(1 for _ in takewhile(lambda length: length == 1, self.lengths))
+
+    def split(self, count: int) -> list[Part]:
+        """The first `count` sequences and all others, each a layout of its own; a part without sequences is left out.
+
+        Remembered, because every layer of a pass asks again.
+        """
+        if count not in self._splits:
+            bounds = (
+                [(0, count), (count, len(self.lengths))] if 0 < count < len(self.lengths) else [(0, len(self.lengths))]
+            )
+            self._splits[count] = [self._part(*bound) for bound in bounds]
+        return self._splits[count]
+
+    @cached_property
+    def _splits(self) -> dict[int, list[Part]]:
+        return {}
+
+    def _part(self, first: int, last: int) -> Part:
+        if last - first == len(self.lengths):
+            return Part(slice(first, last), slice(0, self.ends[-1]), self)
+        layout = Sequences(self.cu_seqlens[first : last + 1] - self.ends[first])
+        return Part(slice(first, last), slice(self.ends[first], self.ends[last]), layout)
+
+
+class Part(NamedTuple):
+    """Consecutive sequences of a pass: which they are, their rows, and the layout that they form alone."""
+
+    which: slice
+    rows: slice
+    sequences: Sequences
+
+
+class StateCache(Protocol):
+    """What a KDA layer asks of its part of a cache: states and windows of some of the pass's sequences."""
+
+    def read(self, which: slice) -> States:
+        """States and windows that these sequences have reached; to be read only."""
+        ...
+
+    def write(self, which: slice, states: States) -> None:
+        """What they have behind the pass; asked once for every sequence, in order."""
+        ...
+
+
+class LatentCache(Protocol):
+    """What an MLA layer asks of its part of a cache."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Rows of each sequence before the pass."""
+        ...
+
+    def append(self, latent_TC: Tensor, sequences: Sequences) -> list[Tensor]:
+        """Add the pass's rows; returns each sequence's rows [length, C+R], old and new."""
+        ...
+
+    def commit(self) -> None:
+        """What was appended stays."""
+        ...
+
+
+class Cache(Protocol):
+    """What `K3.forward` continues: a pass's sequences, one after the other, are those that the cache holds."""
+
+    @property
+    def layers(self) -> Sequence[StateCache | LatentCache]:
+        """One per backbone layer, of its kind."""
+        ...
+
+    @property
+    def mtp(self) -> LatentCache | None:
+        """The MTP layer's, if the model has one."""
+        ...
+
+    def check(self, sequences: Sequences) -> None:
+        """Raise ValueError if the pass does not fit."""
+        ...
+
+    def commit(self, sequences: Sequences) -> None:
+        """Every backbone layer has written: the pass counts."""
+        ...
+
 
 class KdaCache:
     """One KDA layer's state and convolution windows."""
@@ -48,16 +137,25 @@ class KdaCache:
     def __init__(self, state_NHKV: Tensor, windows: Sequence[Tensor]) -> None:
         self.state_NHKV = state_NHKV
         self.windows: tuple[Tensor, ...] = tuple(windows)  # q, k, v
-        self._next: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        self._next: list[States] = []
 
-    def write(self, state_NHKV: Tensor, windows: Sequence[Tensor]) -> None:
-        """What the layer holds once the pass is committed."""
-        self._next = (state_NHKV, tuple(windows))
+    def read(self, which: slice) -> States:
+        """What is committed of these sequences."""
+        return self.state_NHKV[which], tuple(window[which] for window in self.windows)
+
+    def write(self, which: slice, states: States) -> None:
+        """What the layer holds of these sequences once the pass is committed."""
+        if which.start == 0:  # a new pass: what one that failed has left is dropped
+            self._next = []
+        self._next.append(states)
 
     def commit(self) -> None:
         """Take over what was written."""
-        if self._next is not None:
-            (self.state_NHKV, self.windows), self._next = self._next, None
+        if self._next:
+            states, windows = zip(*self._next)
+            self.state_NHKV = _joined(states)
+            self.windows = tuple(_joined(parts) for parts in zip(*windows))
+            self._next = []
 
     def snapshot(self) -> Any:
         """A copy that later passes cannot change."""
@@ -65,7 +163,7 @@ class KdaCache:
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot; it stays usable."""
-        self._next = None
+        self._next = []
         self.state_NHKV, self.windows = snapshot[0].clone(), tuple(window.clone() for window in snapshot[1])
 
 
@@ -108,7 +206,8 @@ class MlaCache:
         self.lengths, self._next = [len(rows) for rows in snapshot], None
 
 
-LayerCache = KdaCache | MlaCache
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class DenseCache:
@@ -137,7 +236,7 @@ class DenseCache:
             return MlaCache(torch.empty(num_sequences, 0, text.latent_dim, dtype=dtype, device=device))
 
         self.lengths = [0] * num_sequences
-        self.layers: list[LayerCache] = [kda() if kind == "kda" else mla() for kind in text.layer_kinds()]
+        self.layers: list[KdaCache | MlaCache] = [kda() if kind == "kda" else mla() for kind in text.layer_kinds()]
         self.mtp = mla() if text.num_nextn_predict_layers else None
 
     def check(self, sequences: Sequences) -> None:

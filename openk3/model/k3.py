@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from openk3.config.model import ModelConfig
-from openk3.inputs.packed import Packed
-from openk3.model.cache import DenseCache, Sequences
+from openk3.inputs.packed import MediaItem, Packed
+from openk3.model.cache import Cache, DenseCache, Sequences
 from openk3.model.depth import DepthQuery, open_stream
 from openk3.model.hf import from_pretrained, save_pretrained
 from openk3.model.init import allocate, initialize, keeping_float32
@@ -97,7 +97,7 @@ class K3(nn.Module):
         """
         save_pretrained(self, directory, experts=experts, **options)
 
-    def forward(self, packed: Packed, cache: DenseCache | None = None, trace: Trace | None = None) -> Tensor:
+    def forward(self, packed: Packed, cache: Cache | None = None, trace: Trace | None = None) -> Tensor:
         """logits_TV of every token, image tokens included; with a cache, its sequences are continued.
 
         T counts the tokens after each image's placeholder was replaced by one per image token. With a cache nothing
@@ -106,7 +106,7 @@ class K3(nn.Module):
         with _recording(cache):
             return self.logits(self.hidden(packed, cache, trace))
 
-    def hidden(self, packed: Packed, cache: DenseCache | None = None, trace: Trace | None = None) -> Tensor:
+    def hidden(self, packed: Packed, cache: Cache | None = None, trace: Trace | None = None) -> Tensor:
         """h_TD: the last depth read, before the final norm (the MTP layer's h_t)."""
         with _recording(cache):
             packed = _expand(self, packed)
@@ -126,14 +126,17 @@ class K3(nn.Module):
         x_TD = self.embed(ids_T)
         if not packed.images:
             return x_TD
+        where = (ids_T == self.config.media_placeholder_token_id).nonzero().squeeze(1)
+        return x_TD.index_copy(0, where, self.image_features(packed.images))
+
+    def image_features(self, images: Sequence[MediaItem]) -> Tensor:
+        """What stands at the images' tokens, one after the other [sum of h*w/4, D]. Raises ValueError on bad images."""
         if self.vision is None or self.projector is None:
             raise ValueError("images: this model has no vision tower (vision_config is null)")
-        features_TD = self.projector(self.vision(packed.images)).to(x_TD.dtype)
-        where = (ids_T == self.config.media_placeholder_token_id).nonzero().squeeze(1)
-        return x_TD.index_copy(0, where, features_TD)
+        return self.projector(self.vision(images)).to(self.embed.weight.dtype)
 
     def backbone(
-        self, x_TD: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None, trace: Trace | None = None
+        self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None, trace: Trace | None = None
     ) -> Tensor:
         """h_TD from embedded inputs: every layer, then the last depth read."""
         sequences, trace = Sequences(cu_seqlens), trace or NO_TRACE
@@ -161,7 +164,7 @@ class K3(nn.Module):
         return _losses(self, _expand(self, packed), trace or NO_TRACE, mtp_loss_weight)
 
     def draft(
-        self, h_TD: Tensor, next_ids_T: Tensor, cu_seqlens: Tensor, cache: DenseCache | None = None
+        self, h_TD: Tensor, next_ids_T: Tensor, cu_seqlens: Tensor, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor]:
         """One step of the MTP layer as a draft: (h'_TD, logits_TV of token t + 2) from h_t and token t + 1.
 

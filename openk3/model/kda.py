@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from openk3.config.model import TextConfig
-from openk3.model.cache import KdaCache, Sequences
+from openk3.model.cache import Sequences, StateCache, States
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
@@ -52,9 +52,12 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = nn.Linear(inner, width, bias=False)
 
     def forward(
-        self, x_TD: Tensor, sequences: Sequences, cache: KdaCache | None = None, trace: Trace = NO_TRACE
+        self, x_TD: Tensor, sequences: Sequences, cache: StateCache | None = None, trace: Trace = NO_TRACE
     ) -> Tensor:
-        """y_TD = W_o [sigmoid(W_g x) * RMSNorm(KDA(x))]; with a cache, continues its states."""
+        """y_TD = W_o [sigmoid(W_g x) * RMSNorm(KDA(x))]; with a cache, continues its states.
+
+        Sequences of one token that come first take a decoding step, whatever the others of the pass have.
+        """
         projected = Projected(
             *(self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)),
             self.f_b_proj(self.f_a_proj(x_TD)),
@@ -64,13 +67,15 @@ class KimiDeltaAttention(nn.Module):
         if trace.wants("decay"):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
         if cache is None:
-            y_TC, _, _ = self._mix(projected, gate_TC, sequences, None)
-        elif sequences.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD):
-            y_TC = self._decode(projected, gate_TC, cache)
-        else:
-            y_TC, state_NHKV, windows = self._mix(projected, gate_TC, sequences, cache)
-            cache.write(state_NHKV, windows)
-        return self.o_proj(y_TC)
+            return self.o_proj(self._mix(projected, gate_TC, sequences, None)[0])
+        outputs = []
+        for which, rows, part in sequences.split(sequences.num_single):
+            steps = part.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD)
+            mix = self._decode if steps else self._mix
+            y_TC, states = mix(projected.rows(rows), gate_TC[rows], part, cache.read(which))
+            cache.write(which, states)
+            outputs.append(y_TC)
+        return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     @property
     def decay_gate(self) -> KdaGate:
@@ -86,10 +91,10 @@ class KimiDeltaAttention(nn.Module):
         return pick("kda", x_TD, channels=(head_dim, head_dim)) == "triton"
 
     def _mix(
-        self, projected: Projected, gate_TC: Tensor, sequences: Sequences, cache: KdaCache | None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        self, projected: Projected, gate_TC: Tensor, sequences: Sequences, states: States | None
+    ) -> tuple[Tensor, States]:
         """Any number of tokens per sequence: gated outputs, and the states and windows behind them."""
-        state_NHKV, windows_NCW = (None, None) if cache is None else (cache.state_NHKV, cache.windows)
+        state_NHKV, windows_NCW = states or (None, None)
         inputs = projected.tensors()[:3]
         layout = {"windows_NCW": windows_NCW, "cu_seqlens": sequences.cu_seqlens}
         convolved, windows = short_convs(inputs, self._convolutions, **layout)
@@ -97,25 +102,26 @@ class KimiDeltaAttention(nn.Module):
             y.unflatten(-1, (self.heads, -1)) for y in (*convolved, projected.decay_logit_TC, gate_TC)
         )
         tokens = (q, k, v, decay_logit, projected.beta_logit_TH)
-        if cache is not None and sequences.one_each:
-            o_THV, state_NHKV = step_kda(*tokens, self.decay_gate, cache.state_NHKV)
+        if state_NHKV is not None and sequences.one_each:
+            o_THV, state_NHKV = step_kda(*tokens, self.decay_gate, state_NHKV)
         else:
             bounds = sequences.cu_seqlens
             o_THV, state_NHKV = chunk_kda(*tokens, self.decay_gate, state_NHKV=state_NHKV, cu_seqlens=bounds)
         y_THV = gated_rms_norm(o_THV, gate_THV, self.o_norm.weight, self.o_norm.eps)
-        return y_THV.flatten(-2), state_NHKV, windows
+        return y_THV.flatten(-2), (state_NHKV, windows)
 
-    def _decode(self, projected: Projected, gate_NC: Tensor, cache: KdaCache) -> Tensor:
-        """One token for each sequence in one kernel, which leaves what is committed as it was."""
-        pool = DecodePool(*(x.contiguous() for x in (cache.state_NHKV, *cache.windows)))
+    def _decode(
+        self, projected: Projected, gate_NC: Tensor, sequences: Sequences, states: States
+    ) -> tuple[Tensor, States]:
+        """One token for each sequence in one kernel, which leaves the given states as they were."""
+        pool = DecodePool(*(x.contiguous() for x in (states[0], *states[1])))
         into = DecodePool(*(torch.empty_like(x) for x in pool.tensors()))
         weights = DecodeWeights(*self._convolutions, self.decay_gate, self.o_norm.weight, self.o_norm.eps)
         y_NC = decode_kda(projected, gate_NC, weights, pool, _all_slots(len(gate_NC), gate_NC.device), into=into)
-        cache.write(into.state_SHKV, into.tensors()[1:])
-        return y_NC
+        return y_NC, (into.state_SHKV, into.tensors()[1:])
 
 
 @lru_cache(maxsize=8)
 def _all_slots(count: int, device: torch.device) -> Tensor:
-    """Slots 0 .. count - 1: sequence n of a cache is its row n."""
+    """Slots 0 .. count - 1: sequence n of a part is row n of its states."""
     return torch.arange(count, dtype=torch.int32, device=device)

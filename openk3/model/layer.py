@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from openk3.config.model import TextConfig
-from openk3.model.cache import LayerCache, Sequences
+from openk3.model.cache import LatentCache, Sequences, StateCache
 from openk3.model.depth import DepthQuery, DepthStream, ResidualStream
 from openk3.model.kda import KimiDeltaAttention
 from openk3.model.mla import GatedMLA
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         self,
         depth: DepthStream | ResidualStream,
         sequences: Sequences,
-        cache: LayerCache | None = None,
+        cache: StateCache | LatentCache | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
         """Reads from and writes to `depth`; there is no other path from layer to layer."""

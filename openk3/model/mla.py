@@ -6,11 +6,14 @@ Absorbed: the key and value halves of kv_b act on queries and outputs instead, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 import torch
 from torch import Tensor, nn
 
 from openk3.config.model import TextConfig
-from openk3.model.cache import MlaCache, Sequences
+from openk3.model.cache import LatentCache, Sequences
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.mla.reference import absorbed_attention, mla_attention
@@ -38,7 +41,7 @@ class GatedMLA(nn.Module):
         self.o_proj = nn.Linear(heads * self.value, width, bias=False)
 
     def forward(
-        self, x_TD: Tensor, sequences: Sequences, cache: MlaCache | None = None, trace: Trace = NO_TRACE
+        self, x_TD: Tensor, sequences: Sequences, cache: LatentCache | None = None, trace: Trace = NO_TRACE
     ) -> Tensor:
         """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
         q_THK = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (self.heads, -1))
@@ -46,17 +49,26 @@ class GatedMLA(nn.Module):
         if cache is None:
             o_THV = self.expanded(q_THK, latent_TC, sequences.cu_seqlens, sequences.cu_seqlens, trace)
         else:
-            latents = cache.append(latent_TC, sequences)
-            if self.prefers_absorbed(sequences, cache) and not trace.wants("max_logit"):
-                o_THV = self.absorbed(q_THK, latents, sequences.cu_seqlens)
-            else:
-                ends = torch.tensor([0, *(len(rows) for rows in latents)]).cumsum(0)
-                cu_seqlens_k = ends.to(sequences.cu_seqlens)
-                o_THV = self.expanded(q_THK, torch.cat(latents), sequences.cu_seqlens, cu_seqlens_k, trace)
+            o_THV = self._continue(q_THK, cache.append(latent_TC, sequences), sequences, cache.lengths, trace)
         o_TC = o_THV.flatten(-2)
         if self.g_proj is not None:
             o_TC = o_TC * torch.sigmoid(self.g_proj(x_TD))
         return self.o_proj(o_TC.to(x_TD.dtype))
+
+    def _continue(
+        self, q_THK: Tensor, latents: list[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace
+    ) -> Tensor:
+        """o_THV of sequences that had `past` rows before the pass; those with few new tokens that come first apart."""
+        traced, outputs = trace.wants("max_logit"), []
+        few = 0 if traced else sum(1 for _ in takewhile(self._few, sequences.lengths))
+        for which, rows, part in sequences.split(few):
+            if not traced and self.prefers_absorbed(part, past[which]):
+                outputs.append(self.absorbed(q_THK[rows], latents[which], part.cu_seqlens))
+                continue
+            ends = torch.tensor([0, *(len(latent) for latent in latents[which])]).cumsum(0)
+            bounds = part.cu_seqlens, ends.to(part.cu_seqlens)
+            outputs.append(self.expanded(q_THK[rows], torch.cat(latents[which]), *bounds, trace))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def latent(self, x_TD: Tensor) -> Tensor:
         """What is cached per token: the normed latent, then the key part that all heads share, not normed [T, C+R]."""
@@ -89,12 +101,11 @@ class GatedMLA(nn.Module):
         ctx_THC = absorbed_attention(q_latent_THC, q_shared_THR, latents, cu_seqlens_q, scale=self.scale)
         return torch.einsum("thc,hvc->thv", ctx_THC, value_HVC.to(ctx_THC.dtype))
 
-    def prefers_absorbed(self, sequences: Sequences, cache: MlaCache) -> bool:
-        """Whether sequences are continued by so few tokens that expanding the past would cost more than it saves.
+    def prefers_absorbed(self, sequences: Sequences, past: Sequence[int]) -> bool:
+        """Whether sequences are continued by so few tokens that expanding the past would cost more than it saves."""
+        return any(past) and self._few(max(sequences.lengths))
 
-        Per key and head, expanding costs C*(K+V) and each absorbed query 2C-K-V more than an expanded one.
-        """
-        if not any(cache.lengths):
-            return False
+    def _few(self, num_tokens: int) -> bool:
+        """Per key and head, expanding costs C*(K+V) and each absorbed query 2C-K-V more than an expanded one."""
         expansion = self.kv_rank * (self.nope + self.value)
-        return max(sequences.lengths) * (2 * self.kv_rank - self.nope - self.value) <= expansion
+        return num_tokens * (2 * self.kv_rank - self.nope - self.value) <= expansion

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from openk3.config.model import TextConfig
-from openk3.model.cache import MlaCache, Sequences
+from openk3.model.cache import LatentCache, Sequences
 from openk3.model.depth import ResidualStream
 from openk3.model.layer import Layer
 from openk3.model.norm import RMSNorm
@@ -36,7 +36,7 @@ class MTPLayer(nn.Module):
         h_TD: Tensor,
         next_TD: Tensor,
         sequences: Sequences,
-        cache: MlaCache | None = None,
+        cache: LatentCache | None = None,
         trace: Trace = NO_TRACE,
     ) -> Tensor:
         """h'_TD before `norm`, from h_t and the embedding of token t + 1.

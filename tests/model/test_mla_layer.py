@@ -99,12 +99,12 @@ def test_continuing_from_the_cache(absorbed: bool, monkeypatch: pytest.MonkeyPat
 def test_decoding_absorbs_and_prefill_expands() -> None:
     """The choice follows the cost: absorbed up to C (K + V) / (2C - K - V) tokens per continued sequence."""
     mla, cache = layer(), new_cache(2)
-    assert not mla.prefers_absorbed(sequences(5, 9), cache)  # nothing cached yet
+    assert not mla.prefers_absorbed(sequences(5, 9), cache.lengths)  # nothing cached yet
     cache.append(torch.zeros(14, 24, dtype=torch.float64), sequences(5, 9))
     cache.commit()
-    assert mla.prefers_absorbed(sequences(1, 1), cache)
-    assert mla.prefers_absorbed(sequences(1, 20), cache)  # 20 * 20 / (40 - 20)
-    assert not mla.prefers_absorbed(sequences(1, 21), cache)
+    assert mla.prefers_absorbed(sequences(1, 1), cache.lengths)
+    assert mla.prefers_absorbed(sequences(1, 20), cache.lengths)  # 20 * 20 / (40 - 20)
+    assert not mla.prefers_absorbed(sequences(1, 21), cache.lengths)
 
 
 def test_cache_holds_the_latent_and_the_shared_key() -> None:

@@ -182,7 +182,7 @@ def window_lost(patch: Patch) -> None:
     """Decoding continues the convolution from the prompt's last tokens."""
     write = KdaCache.write
     patch.setattr(
-        KdaCache, "write", lambda self, state, windows: write(self, state, [torch.zeros_like(w) for w in windows])
+        KdaCache, "write", lambda self, which, s: write(self, which, (s[0], tuple(torch.zeros_like(w) for w in s[1])))
     )
 
 

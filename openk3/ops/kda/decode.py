@@ -47,7 +47,7 @@ class Projected:
         """The five, in the order of their names."""
         return self.q_TC, self.k_TC, self.v_TC, self.decay_logit_TC, self.beta_logit_TH
 
-    def rows(self, index: Tensor) -> "Projected":
+    def rows(self, index: Tensor | slice) -> "Projected":
         """The tokens of this index."""
         return Projected(*(x[index] for x in self.tensors()))
 
