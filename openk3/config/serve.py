@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from openk3.config.model import ConfigError, ModelConfig, TextConfig
 
 HASH_TOKENS = 512  # the most tokens between two places where a prefix can be reused (report section 5.4.1)
+ROW_ALIGNMENT = 16  # bytes: rows hold numbers of several widths, and kernels load them by 16 bytes
 _MOST = 2**48
 
 
@@ -47,8 +48,8 @@ class PageShape:
         """Pages for a model, of a size that one KDA layer's state fills (6,144 tokens for the released one).
 
         `page_tokens` overrides the size: a small model's state may be worth fewer tokens than one hash block, or more
-        than its requests have. `value_bytes` is the width of a latent and of a convolution input; `tensor_parallel`
-        splits the heads of a state, but not the latents. Raises ConfigError naming the field.
+        than its requests have. `value_bytes` is the width of a latent and of a convolution input (8: states have it
+        too); `tensor_parallel` splits the heads of a state, but not the latents. Raises ConfigError naming the field.
         """
         text, linear = model.text, model.text.linear_attn_config
         numbers = {"hash_tokens": hash_tokens, "value_bytes": value_bytes, "tensor_parallel": tensor_parallel}
@@ -66,7 +67,8 @@ class PageShape:
             _check_number("page_tokens", page_tokens)
         rows = len(linear.full_attn_layers) + text.num_nextn_predict_layers
         groups = _ceil(len(linear.kda_layers), rows)
-        return cls(page_tokens, hash_tokens, rows, groups, max(state, page_tokens * token))
+        row_bytes = _ceil(max(state, page_tokens * token), ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return cls(page_tokens, hash_tokens, rows, groups, row_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -113,9 +115,12 @@ class CacheConfig:
 
 
 def kda_row_bytes(text: TextConfig, value_bytes: int = 2) -> int:
-    """Bytes of one KDA layer's float32 state and of the last W - 1 raw inputs of its three convolutions."""
+    """Bytes of one KDA layer's state and of the last W - 1 raw inputs of its three convolutions.
+
+    A state is in float32 at least: `value_bytes` of 8 are for a float64 model.
+    """
     linear = text.linear_attn_config
-    state = linear.num_heads * linear.head_dim**2 * 4
+    state = linear.num_heads * linear.head_dim**2 * max(4, value_bytes)
     return state + 3 * (linear.short_conv_kernel_size - 1) * linear.num_heads * linear.head_dim * value_bytes
 
 

@@ -43,6 +43,14 @@ def test_small_models_choose_small_pages() -> None:
     assert PageShape.of(model, hash_tokens=1, value_bytes=4).page_tokens == -(-state // 96)
 
 
+def test_rows_are_aligned_and_hold_what_they_must() -> None:
+    """A float64 model's states are float64; rows are a multiple of 16 bytes whatever the widths."""
+    model = small_model(kv_lora_rank=15, qk_rope_head_dim=6)
+    assert kda_row_bytes(model.text, 8) == (2 * 16 * 16 + 3 * 3 * 32) * 8
+    assert PageShape.of(model, page_tokens=255, hash_tokens=1, value_bytes=2).row_bytes == 255 * 21 * 2 + 10
+    assert PageShape.of(model, page_tokens=1, hash_tokens=1, value_bytes=8).row_bytes == kda_row_bytes(model.text, 8)
+
+
 def test_limits_follow_from_the_shape() -> None:
     """A request holds the pages of its latents and one page per KDA group."""
     config = CacheConfig(PageShape(8, 4, 1, 3, 100), num_pages=9, checkpoint_pages=2)

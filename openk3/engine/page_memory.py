@@ -1,0 +1,103 @@
+"""PageMemory: the tensors behind the pages, as views of one piece of memory, and the copies that plans ask for.
+
+A page has equal rows, one per MLA layer and one for the MTP layer. Row r of a page of latents holds `page_tokens`
+latents of MLA layer r. Row r of page g of a state holds KDA layer g * rows + r: its state [H, K, V] in at least
+float32, then the last W - 1 raw inputs of the q, k and v convolutions [H * K, W - 1] each, so that a head's share is
+one range of bytes in each of the four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openk3.config.model import ConfigError, ModelConfig
+from openk3.config.serve import ROW_ALIGNMENT, CacheConfig, PageShape, kda_row_bytes
+from openk3.engine.page_plans import CopyPlan
+
+
+class StatePages(NamedTuple):
+    """One KDA layer's part of all pages: states [P, H, K, V] and inputs of q, k and v [P, C, W - 1], oldest first."""
+
+    state_PHKV: Tensor
+    inputs_PCW: tuple[Tensor, ...]
+
+
+class PageMemory:
+    """Memory of `config.num_pages` pages for a model whose activations have `dtype`; nothing in it is set.
+
+    Raises ConfigError if pages of this shape do not hold the model's latents and states.
+    """
+
+    def __init__(
+        self, config: CacheConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.shape = config.pages
+        self.dtype = dtype
+        self._text = model.text
+        _check(self.shape, model, dtype.itemsize)
+        shape = (config.num_pages, self.shape.layers_per_page, self.shape.row_bytes // 8)
+        self._words_PRB = torch.empty(shape, dtype=torch.int64, device=device)
+        self._state_words = _words(kda_row_bytes(model.text, dtype.itemsize))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self._words_PRB.nbytes
+
+    def latents(self, row: int) -> Tensor:
+        """Latents of the MLA layer (or the MTP layer) of this row [P, page_tokens, C+R]: a view."""
+        width = self._text.latent_dim
+        flat = self._row(row, 0, self.shape.page_tokens * width, self.dtype)
+        return flat.unflatten(-1, (self.shape.page_tokens, width))
+
+    def states(self, row: int) -> StatePages:
+        """States and convolution inputs of the KDA layers of this row, of whatever group: views."""
+        linear = self._text.linear_attn_config
+        heads, width, taps = linear.num_heads, linear.head_dim, linear.short_conv_kernel_size - 1
+        wide = torch.promote_types(self.dtype, torch.float32)
+        count = heads * width * width
+        state_PHKV = self._row(row, 0, count, wide).unflatten(-1, (heads, width, width))
+        start, size = count * wide.itemsize, heads * width * taps
+        inputs = [self._row(row, start + i * size * self.dtype.itemsize, size, self.dtype) for i in range(3)]
+        return StatePages(state_PHKV, tuple(x.unflatten(-1, (heads * width, taps)) for x in inputs))
+
+    def carry_out(self, plan: CopyPlan) -> None:
+        """Zero and copy as the plan says."""
+        words = self._words_PRB
+        for page in plan.zero_states:
+            words[page, :, : self._state_words] = 0
+        for source, target, num_tokens in plan.latent_copies:
+            count = _words(num_tokens * self._text.latent_dim * self.dtype.itemsize)
+            words[target, :, :count] = words[source, :, :count]
+        for source, target in plan.state_copies:
+            words[target, :, : self._state_words] = words[source, :, : self._state_words]
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Make every number in these pages a NaN: what is read by mistake shows at once."""
+        self._words_PRB[list(pages)] = -1  # all bits set is a NaN in every format
+
+    def _row(self, row: int, first_byte: int, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` numbers of a row of every page [P, count]."""
+        row_B = self._words_PRB[:, row].view(torch.uint8)
+        return row_B[:, first_byte : first_byte + count * dtype.itemsize].view(dtype)
+
+
+def _words(num_bytes: int) -> int:
+    """Words that so many bytes reach into; rows end at a multiple of them."""
+    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT // 8
+
+
+def _check(shape: PageShape, model: ModelConfig, value_bytes: int) -> None:
+    needed = PageShape.of(model, page_tokens=shape.page_tokens, hash_tokens=shape.hash_tokens, value_bytes=value_bytes)
+    if shape.row_bytes % ROW_ALIGNMENT:
+        raise ConfigError(f"row_bytes: must be a multiple of {ROW_ALIGNMENT}, got {shape.row_bytes}")
+    for name in ("layers_per_page", "kda_groups", "row_bytes"):
+        have, need = getattr(shape, name), getattr(needed, name)
+        if have < need or (name != "row_bytes" and have != need):
+            raise ConfigError(
+                f"{name}: {have}, but the model's pages need {need}; PageShape.of gives a shape that fits"
+            )

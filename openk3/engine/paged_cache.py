@@ -1,0 +1,166 @@
+"""PagedCache: what K3.forward continues where requests live in pages; it stands where a DenseCache does.
+
+A pass is bound to the requests of its sequences first. Latents are written behind each request's computed tokens, where
+nobody reads yet; states are overwritten in place, in pages that only their request has. So a pass that raises leaves
+latents as they were, and states of which nobody knows how far they have come: their requests must start again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from openk3.config.model import ModelConfig
+from openk3.engine.page_memory import PageMemory
+from openk3.engine.page_plans import RequestCache
+from openk3.model.cache import Sequences, States
+
+
+class Span(NamedTuple):
+    """A request's tokens in a pass: `num_tokens` of them from its token `start` on."""
+
+    cache: RequestCache
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one pass, and where their rows and states lie; read by every layer, computed once."""
+
+    spans: tuple[Span, ...]
+    page_tokens: int
+    device: torch.device
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Tokens of each request before the pass."""
+        return [span.start for span in self.spans]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each request in the pass."""
+        return [span.num_tokens for span in self.spans]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Bounds of the requests' tokens, int32 [N + 1]."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """(page [T], row in it [T]) of each token's latents."""
+        size = self.page_tokens
+        pages, rows = list[int](), list[int]()
+        for cache, start, num_tokens in self.spans:
+            for first in range(start - start % size, start + num_tokens, size):
+                inside = range(max(start, first), min(start + num_tokens, first + size))
+                pages += [cache.pages[first // size]] * len(inside)
+                rows += range(inside.start - first, inside.stop - first)
+        device = self.device
+        return torch.tensor(pages, dtype=torch.int64, device=device), torch.tensor(
+            rows, dtype=torch.int64, device=device
+        )
+
+    @cached_property
+    def slots(self) -> list[Tensor]:
+        """For each group of KDA layers, the page of each request's state [N]."""
+        groups = zip(*(span.cache.states for span in self.spans))
+        return [torch.tensor(pages, device=self.device) for pages in groups]
+
+
+class PagedStates:
+    """One KDA layer's states and windows, in pages of its group."""
+
+    def __init__(self, owner: PagedCache, group: int, row: int) -> None:
+        self._owner, self._group = owner, group
+        self._state_PHKV, self._inputs_PCW = owner.memory.states(row)
+
+    def read(self, which: slice) -> States:
+        """Copies of what these requests have reached; a window's oldest input, which nobody needs, is zero."""
+        slots = self._owner.batch.slots[self._group][which]
+        windows = tuple(F.pad(inputs_PCW[slots], (1, 0)) for inputs_PCW in self._inputs_PCW)
+        return self._state_PHKV[slots], windows
+
+    def write(self, which: slice, states: States) -> None:
+        """Overwrite the requests' own pages."""
+        slots = self._owner.batch.slots[self._group][which]
+        state_NHKV, windows = states
+        self._state_PHKV[slots] = state_NHKV
+        for inputs_PCW, window_NCW in zip(self._inputs_PCW, windows):
+            inputs_PCW[slots] = window_NCW[..., 1:].to(inputs_PCW.dtype)
+
+
+class PagedLatents:
+    """One MLA layer's latents (or the MTP layer's), in a row of all pages."""
+
+    def __init__(self, owner: PagedCache, row: int) -> None:
+        self._owner = owner
+        self._latents_PTC = owner.memory.latents(row)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request before the pass."""
+        return self._owner.batch.starts
+
+    def append(self, latent_TC: Tensor, sequences: Sequences) -> list[Tensor]:
+        """Write the pass's rows; returns each request's rows, in place where one page holds them all."""
+        batch = self._owner.batch
+        self._latents_PTC[batch.targets] = latent_TC.to(self._latents_PTC.dtype)
+        return [self._rows(span) for span in batch.spans]
+
+    def commit(self) -> None:
+        """Rows count once the books say so: nothing to do here."""
+
+    def _rows(self, span: Span) -> Tensor:
+        size = self._owner.batch.page_tokens
+        end = span.start + span.num_tokens
+        pages = span.cache.pages[: -(-end // size)]
+        if len(pages) == 1:
+            return self._latents_PTC[pages[0], :end]
+        if not pages:
+            return self._latents_PTC[0, :0]
+        *full, last = pages
+        return torch.cat(
+            [*(self._latents_PTC[page] for page in full), self._latents_PTC[last, : end - len(full) * size]]
+        )
+
+
+class PagedCache:
+    """All layers' parts of the pages, for the passes of one engine: `bind` requests, then run the model."""
+
+    def __init__(self, memory: PageMemory, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        self.memory = memory
+        self._device = torch.device(device)
+        self.batch = Batch((), memory.shape.page_tokens, self._device)
+        rows = memory.shape.layers_per_page
+        num_kda = num_mla = 0
+        self.layers: list[PagedStates | PagedLatents] = []
+        for kind in config.text.layer_kinds():
+            if kind == "kda":
+                self.layers.append(PagedStates(self, *divmod(num_kda, rows)))
+                num_kda += 1
+            else:
+                self.layers.append(PagedLatents(self, num_mla))
+                num_mla += 1
+        self.mtp = PagedLatents(self, num_mla) if config.text.num_nextn_predict_layers else None
+
+    def bind(self, spans: Sequence[Span]) -> Batch:
+        """The next pass continues these requests, in this order; room for their tokens must be reserved."""
+        self.batch = Batch(tuple(spans), self.memory.shape.page_tokens, self._device)
+        return self.batch
+
+    def check(self, sequences: Sequences) -> None:
+        """Raise ValueError if the pass is not the one that was announced."""
+        if sequences.lengths != self.batch.lengths:
+            raise ValueError(f"cache: bound to {self.batch.lengths} tokens, the batch has {sequences.lengths}")
+
+    def commit(self, sequences: Sequences) -> None:
+        """Layers have written; what counts is in the books of HybridCache."""
