@@ -25,11 +25,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import barrier_memory
 import product_pipelines
 import wgmma_descriptors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPS = ROOT / "openk3" / "ops"
+RULES = (barrier_memory, product_pipelines, wgmma_descriptors)
 # Shared memory that one block may have, in bytes, by compute capability.
 SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 MNEMONICS = ("HGMMA", "HMMA", "BAR", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "UTMALDG", "SYNCS")
@@ -106,7 +108,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
 
     kernel, arguments, options = load(path).compile_cases(arch)[number]
     source = source_of(kernel, arguments)
-    rules = [Path(str(x)).read_text() for x in (__file__, wgmma_descriptors.__file__, product_pipelines.__file__)]
+    rules = [Path(str(module.__file__)).read_text() for module in (sys.modules[__name__], *RULES)]
     key = [source.hash(), arch, sorted(options.items()), triton.__version__, *rules]
     stored = cache and cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
     if stored and not sass and stored.exists():
@@ -119,6 +121,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         code = compiled.asm["sass"] if arch == 90 or sass else ""
     followed, wrong = wgmma_descriptors.compare(compiled.asm["ptx"], code) if arch == 90 else (0, [])
     wrong += product_pipelines.overwritten(compiled.asm["ttgir"])
+    wrong += barrier_memory.reused(compiled.asm["ttgir"]) if kernel.is_gluon() else []
     found = usage(log.getvalue())
     result = {
         "module": path.stem,

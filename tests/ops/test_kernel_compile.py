@@ -31,6 +31,34 @@ def square(x, y, B: tl.constexpr):
 def compile_cases(arch):
     return [(square, {"x": "*bf16", "y": "*fp32", "B": b}, {"num_warps": w}) for b, w in ((128, 1), (64, 4))]
 '''
+# The exchange between warps needs scratch memory; kept alive or not, the barrier is not used after it.
+TWO_BARRIERS = '''
+"""A kernel whose barrier is dead when scratch memory is placed, and one whose barrier is not."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def exchange(x, y, KEEP: gl.constexpr):
+    rows: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    columns: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    gl.thread_barrier()
+    mbarrier.arrive(bar, count=1)
+    mbarrier.wait(bar, 0)
+    i, j = gl.arange(0, 64, layout=gl.SliceLayout(1, rows)), gl.arange(0, 64, layout=gl.SliceLayout(0, rows))
+    tile = gl.convert_layout(gl.load(x + i[:, None] * 64 + j[None, :]), columns)
+    i, j = gl.arange(0, 64, layout=gl.SliceLayout(1, columns)), gl.arange(0, 64, layout=gl.SliceLayout(0, columns))
+    gl.store(y + i[:, None] * 64 + j[None, :], tile)
+    if KEEP:
+        bar._keep_alive()
+
+
+def compile_cases(arch):
+    return [(exchange, {"x": "*fp32", "y": "*fp32", "KEEP": keep}, {"num_warps": 4}) for keep in (False, True)]
+'''
 
 
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -120,3 +148,12 @@ def test_spills_are_seen_and_results_remembered(tmp_path: Path) -> None:
     second = compiled(tmp_path, str(source), "--arch", "80", "--arch", "90")
     assert [r["arch"] for r in second] == [81, 90, 90]
     assert named(second, "spills")[1:] == named(first, "spills")[1:]
+
+
+def test_memory_of_barriers_is_theirs(tmp_path: Path) -> None:
+    """Scratch memory over a barrier is found out, and only where the barrier may lie there."""
+    source = tmp_path / "exchange_gluon.py"
+    source.write_text(TWO_BARRIERS)
+    dead, kept = compiled(tmp_path, str(source), "--arch", "90")
+    assert len(dead["warnings"]) == 1 and "the barrier at 0 may share its memory" in dead["warnings"][0]
+    assert kept["warnings"] == []

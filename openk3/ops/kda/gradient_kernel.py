@@ -105,10 +105,11 @@ def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int
     """Block of value channels, and launch options.
 
     On Hopper nothing is fetched ahead: Triton 3.6 would let copies overwrite blocks that products still read, because
-    here the same blocks are also read into registers.
+    here the same blocks are also read into registers. And for few key channels its ptxas takes operands from elsewhere
+    if blocks are larger.
     """
     ahead = arch != 90
-    block = 16 if ahead or exact else 64
+    block = 16 if ahead or exact else 64 if K == 128 else 32
     return {"BV": min(V, block), "num_warps": max(4, K // 16), "num_stages": 2 if ahead else 1}
 
 
@@ -313,14 +314,16 @@ def gate_gradient_kernel(
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
-    options = settings(128, 128, arch)
+    """What the launchers compile in bfloat16 at K = V = 128, and on Hopper at fewer channels, for capability `arch`."""
     tokens = ["q", "k", "logit", "beta", "writes", "d_v", "d_o", "states", "d_states"]
     tokens += ["d_q", "d_k", "d_logit", "d_beta"]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
-    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "EXACT": False}
-    given |= {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
+    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "C": 32, "EXACT": False}
+    cases = []
+    for K, V in ((128, 128), (64, 64), (64, 128)) if arch == 90 else ((128, 128),):
+        options = settings(K, V, arch)
+        cases.append((gradient_kernel, given | {"K": K, "V": V, "BV": options.pop("BV")}, options))
     sums: dict[str, Any] = {"logit_ptr": "*bf16", "d_logit_ptr": "*bf16", "bias_ptr": "*fp32"}
     sums |= {"d_bias_ptr": "*fp32", "d_slope_ptr": "*fp32", "T": "i32", "H": "i32", "K": 128, "ROWS": 32}
-    return [(gradient_kernel, given, options), (gate_gradient_kernel, sums | {"PIECE": _PIECE}, {"num_warps": 4})]
+    return [*cases, (gate_gradient_kernel, sums | {"PIECE": _PIECE}, {"num_warps": 4})]
