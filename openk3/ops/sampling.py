@@ -12,16 +12,18 @@ def sample(
     temperature: float | torch.Tensor = 1.0,
     top_k: int | torch.Tensor = 0,
     top_p: float | torch.Tensor = 1.0,
+    uniform_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token id per row: logits [N, V] -> ids [N] int64.
 
     `temperature` 0 takes the largest logit, the lowest id among equals. `top_k` keeps the k largest logits (0, or
     at least V: all; equal logits in favour of the lower id); then `top_p` keeps the smallest set of the most likely
     ones whose renormalised probability reaches p (1: all; 0: only the first). Each of the three is one number, or
-    one per row [N]. One uniform number per row is drawn from `generator`, none if every row is greedy. A logit of
-    -inf is never drawn. Computed in at least float32.
+    one per row [N]. One uniform number per row is drawn from `generator`, none if every row is greedy; or `uniform_N`
+    gives them, float64 in [0, 1). A row's id follows from its own logits, parameters and number alone, whatever the
+    other rows are. A logit of -inf is never drawn. Computed in at least float32.
 
-    Raises ValueError for a NaN or +inf logit, a row of -inf only, or a parameter out of range.
+    Raises ValueError for a NaN or +inf logit, a row of -inf only, or a parameter or number out of range.
     """
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     temperature_N1 = _per_row("temperature", temperature, wide_NV, most=float("inf"))
@@ -38,7 +40,8 @@ def sample(
     if not greedy_N1.all():
         # The difference first: a low temperature must not turn large logits into infinities.
         scaled_NV = (wide_NV - peak_N1) / torch.where(greedy_N1, 1, temperature_N1)
-        best_N1 = torch.where(greedy_N1, best_N1, _draw(scaled_NV, generator, top_k_N1, top_p_N1))
+        uniform_N1 = _uniform(uniform_N, generator, wide_NV)
+        best_N1 = torch.where(greedy_N1, best_N1, _draw(scaled_NV, uniform_N1, top_k_N1, top_p_N1))
     return best_N1.squeeze(1)
 
 
@@ -51,23 +54,44 @@ def _per_row(name: str, value: float | torch.Tensor, like_NV: torch.Tensor, most
     return rows.expand(like_NV.shape[0]).unsqueeze(1)
 
 
+def _uniform(uniform_N: torch.Tensor | None, generator: torch.Generator | None, like_NV: torch.Tensor) -> torch.Tensor:
+    shape = like_NV.shape[:1]
+    if uniform_N is None:
+        return torch.rand(*shape, 1, dtype=torch.float64, device=like_NV.device, generator=generator)
+    if uniform_N.shape != shape or not ((uniform_N >= 0) & (uniform_N < 1)).all():
+        raise ValueError(f"uniform_N: expected {shape[0]} numbers from 0 to below 1, got {tuple(uniform_N.shape)}")
+    return uniform_N.to(torch.float64).unsqueeze(1)
+
+
 def _draw(
-    scaled_NV: torch.Tensor, generator: torch.Generator | None, top_k_N1: torch.Tensor, top_p_N1: torch.Tensor
+    scaled_NV: torch.Tensor, uniform_N1: torch.Tensor, top_k_N1: torch.Tensor, top_p_N1: torch.Tensor
 ) -> torch.Tensor:
-    ids_NV = None
-    if (top_k_N1 > 0).any() or (top_p_N1 < 1).any():
-        scaled_NV, ids_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
-        rank_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
-        scaled_NV = scaled_NV.masked_fill((top_k_N1 > 0) & (rank_V >= top_k_N1), float("-inf"))
+    """Ids in the order of the vocabulary where nothing is cut, by falling logit where something is, row by row."""
+    cuts_N = ((top_k_N1 > 0) | (top_p_N1 < 1)).squeeze(1)
+    if cuts_N.all():
+        return _draw_cut(scaled_NV, uniform_N1, top_k_N1, top_p_N1)
+    drawn_N1 = _place(scaled_NV.softmax(-1).double(), uniform_N1)
+    if cuts_N.any():
+        drawn_N1[cuts_N] = _draw_cut(*(x[cuts_N] for x in (scaled_NV, uniform_N1, top_k_N1, top_p_N1)))
+    return drawn_N1
+
+
+def _draw_cut(
+    scaled_NV: torch.Tensor, uniform_N1: torch.Tensor, top_k_N1: torch.Tensor, top_p_N1: torch.Tensor
+) -> torch.Tensor:
+    scaled_NV, ids_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
+    scaled_NV = scaled_NV.masked_fill((top_k_N1 > 0) & (rank_V >= top_k_N1), float("-inf"))
     probs_NV = scaled_NV.softmax(-1).double()
-    if ids_NV is not None:
-        reached_NV = probs_NV.cumsum(-1) - probs_NV >= top_p_N1
-        reached_NV &= top_p_N1 < 1
-        reached_NV[:, 0] = False
-        probs_NV = probs_NV.masked_fill(reached_NV, 0)
+    reached_NV = probs_NV.cumsum(-1) - probs_NV >= top_p_N1
+    reached_NV &= top_p_N1 < 1
+    reached_NV[:, 0] = False
+    return ids_NV.gather(1, _place(probs_NV.masked_fill(reached_NV, 0), uniform_N1))
+
+
+def _place(probs_NV: torch.Tensor, uniform_N1: torch.Tensor) -> torch.Tensor:
+    """Where the running sum of each row first exceeds its number's share of the total [N, 1]."""
     total_NV = probs_NV.cumsum(-1)
-    uniform_N1 = torch.rand(total_NV.shape[0], 1, dtype=torch.float64, device=total_NV.device, generator=generator)
     # The number is at most 1 - 2^-53, so its product with the total stays below the total even after rounding, and the
     # first running sum above it belongs to an id that has a probability.
-    position_N1 = torch.searchsorted(total_NV, uniform_N1 * total_NV[:, -1:], right=True)
-    return position_N1 if ids_NV is None else ids_NV.gather(1, position_N1)
+    return torch.searchsorted(total_NV, uniform_N1 * total_NV[:, -1:], right=True)

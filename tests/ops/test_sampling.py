@@ -149,3 +149,28 @@ def test_refuses_bad_parameters(name: str, value: float) -> None:
         sample(torch.zeros(2, 4), seeded(), **{name: value})
     with pytest.raises(ValueError, match=f"{name}: expected one number or one per row"):
         sample(torch.zeros(2, 4), seeded(), **{name: torch.ones(3)})
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """The same number draws the same id alone, and beside rows that are greedy, cut or neither."""
+    logits_NV = torch.randn(12, 9, generator=seeded(5))
+    uniform_N = torch.rand(12, generator=seeded(6), dtype=torch.float64)
+    options = {
+        "temperature": torch.tensor([0, 0.5, 1, 2] * 3),
+        "top_k": torch.tensor([0, 0, 4] * 4),
+        "top_p": torch.tensor([1, 1, 1, 0.7, 1, 1] * 2),
+    }
+    together = sample(logits_NV, None, uniform_N=uniform_N, **options)
+    for n in range(12):
+        row = slice(n, n + 1)
+        alone = sample(logits_NV[row], None, uniform_N=uniform_N[row], **{k: v[row] for k, v in options.items()})
+        assert alone == together[row]
+    drawn = torch.cat([sample(logits_NV[1:2], None, uniform_N=torch.tensor([u / 64])) for u in range(64)])
+    assert torch.equal(drawn, drawn.sort().values) and len(drawn.unique()) > 3
+
+
+@pytest.mark.parametrize("uniform", [[0.5], [0.5, 1.0], [-0.1, 0.5], [0.5, float("nan")]])
+def test_numbers_out_of_range_are_refused(uniform: list[float]) -> None:
+    """One per row, from 0 to below 1."""
+    with pytest.raises(ValueError, match="uniform_N: expected 2 numbers"):
+        sample(torch.zeros(2, 3), None, uniform_N=torch.tensor(uniform))
