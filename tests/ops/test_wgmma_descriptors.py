@@ -63,6 +63,8 @@ def test_loops_are_followed() -> None:
     branch = "@P0 BRA LBB1;\n--:-:-:-:1	UMOV UR14, 0x40;\nLBB1:\n--:-:-:-:1	UIADD3 UR26,"
     skipped = SASS.replace("UIADD3 UR26,", branch)
     assert compare(PTX, skipped) == (2, [f"{wrong[1]} one thing or another"])
+    together = skipped.replace("@P0 BRA LBB1", "BRA.DIV ~URZ, 0x95b0")
+    assert compare(PTX, together)[1] == ["product 1: 0x8000002000001042 has become 0x8000002000000042"]
     never = skipped.replace("@P0 BRA LBB1", "BRA LBB1")
     assert compare(PTX, never) == (2, [])
 

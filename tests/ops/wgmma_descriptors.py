@@ -213,8 +213,8 @@ def blocks_of(text: str) -> list[Block]:
             following = [] if always else following
             if match[2] == "BRX":  # by a table
                 following += places.values()
-            elif match[2] == "BRA":
-                following.append(places[match[4].split(", ")[-1]])
+            elif (target := match[4].split(", ")[-1]) in places:  # code that only brings lanes together has no label
+                following.append(places[target])
         blocks.append(Block(lines, following))
     return blocks
 
