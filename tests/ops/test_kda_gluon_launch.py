@@ -139,6 +139,7 @@ def test_prepare_takes_gluon_where_its_rows_can_be_copied(monkeypatch: pytest.Mo
 def test_prepare_in_gluon_gets_logits_as_a_matrix_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments of the Triton twin in their order, and logits once more, as rows of all heads."""
     seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=100))
     monkeypatch.setattr(gluon_launch, "launch", lambda *arguments: seen.append(arguments))
     q, k, z = rows(), rows(), rows()
     prepare_gluon.launch((q, k, z, *range(16)), 9, K=128, C=32)
@@ -148,7 +149,8 @@ def test_prepare_in_gluon_gets_logits_as_a_matrix_too(monkeypatch: pytest.Monkey
     named = dict(zip(names, values))
     assert named["q_ptr"] is q and named["k_ptr"] is k and named["logit_ptr"] is z and named["logit_d"].base is z
     assert named["logit_d"].shape == (70, 384) and named["logit_d"].block == (32, 128)
-    assert list(values[4:]) == [*range(16), 9] and names[4] == "beta_logit_ptr" and names[len(values) - 1] == "total"
+    assert list(values[4:]) == [*range(16), 9, 1200] and names[4] == "beta_logit_ptr"
+    assert names[len(values) - 2 : len(values)] == ["total", "ahead"]
 
 
 def test_the_short_way_to_the_driver_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 Layouts are chosen so that little crosses threads. Gates are made with a channel in each thread, all tokens of it: their
 running sums cost no exchange. Rows of q and k are read straight into the layout of the tensor cores' left operand, with
 channels renumbered (a sum over channels does not care): neither kd nor qd passes through shared memory. Logits come by
-the copy engine. While a tile is computed, the rows of the next one are brought into the L2 cache.
+the copy engine. While a tile is computed, the rows of the next one are brought into the L2 cache; of the last one in a
+block, those that the next block on this multiprocessor begins with.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from openk3.ops.kda import gluon_launch
 
 SLOTS = 4  # tiles and heads of a block: one for each of its warps
+BLOCKS = 3  # on a multiprocessor at a time
 
 
 def fits(*rows_THK: Tensor) -> bool:
@@ -34,12 +37,13 @@ def launch(arguments: tuple[Any, ...], total: int, *, K: int, C: int) -> None:
     q_THK, k_THK, logit_THK, *others = arguments
     logits = gluon_launch.matrix(logit_THK, logit_THK.shape[1] * K, (C, K))
     constants = {"K": K, "C": C, "SLOTS": SLOTS}
-    values = (q_THK, k_THK, logit_THK, logits, *others, total)
+    ahead = SLOTS * BLOCKS * torch.cuda.get_device_properties(q_THK.device).multi_processor_count
+    values = (q_THK, k_THK, logit_THK, logits, *others, total, ahead)
     gluon_launch.launch(prepare_gluon, -(-total // SLOTS), values, constants, settings())
 
 
 def settings() -> dict[str, int]:
-    """Launch options: registers for three blocks on a multiprocessor."""
+    """Launch options: registers for BLOCKS blocks on a multiprocessor."""
     return {"num_warps": 4, "maxnreg": 168}
 
 
@@ -154,7 +158,7 @@ def _both(pair, C: gl.constexpr):
     return keys.reshape((C, C)), queries.reshape((C, C))
 
 
-@gluon.jit(do_not_specialize=["H", "total"], do_not_specialize_on_alignment=["start_ptr", "length_ptr"])
+@gluon.jit(do_not_specialize=["H", "total", "ahead"], do_not_specialize_on_alignment=["start_ptr", "length_ptr"])
 def prepare_gluon(
     q_ptr,
     k_ptr,
@@ -177,6 +181,7 @@ def prepare_gluon(
     scale,
     H,
     total,
+    ahead,  # tile-heads from a block to the one that runs when it is done
     K: gl.constexpr,
     C: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -230,6 +235,18 @@ def prepare_gluon(
         at = index.to(gl.int64)
         beta = gl.load(beta_logit_ptr + (start.to(gl.int64) + row) * H + head, mask=row < length, other=0.0)
 
+        more = slot + 1 < SLOTS
+        index = gl.minimum(block + gl.where(more, slot + 1, ahead), total - 1)
+        head_next, start_next, length_next, a_log_next, bias_next = _place(
+            index, start_ptr, length_ptr, a_log_ptr, bias_ptr, channel, H, K
+        )
+        first = (start_next.to(gl.int64) * H + head_next) * K
+        wanted = (line < length_next).to(gl.int32)[:, None] + gl.zeros([C, 4], gl.int32, LINES)
+        _prefetch(q_ptr + first + lines, wanted)
+        _prefetch(k_ptr + first + lines, wanted)
+        _prefetch(logit_ptr + first + lines, wanted)
+        length_next = gl.where(more, length_next, 0)
+
         slope = _exp2(a_log * _LOG2E) * _LOG2E
         mbarrier.wait(bar, slot & 1)
         logit = logit_s.load(CHANNEL).to(gl.float32)
@@ -241,19 +258,7 @@ def prepare_gluon(
         sums_s.store(sums * bound - (middle - _CENTRE))
         factor_s.store(_exp2(last - middle - _CENTRE))
 
-        more = slot + 1 < SLOTS
         mbarrier.expect(bar, 2 * C * K, pred=more)  # between two barriers: all have waited, and none waits anew
-        index = gl.minimum(block + slot + 1, total - 1)
-        head_next, start_next, length_next, a_log, bias = _place(
-            index, start_ptr, length_ptr, a_log_ptr, bias_ptr, channel, H, K
-        )
-        length_next = gl.where(more, length_next, 0)
-        first = (start_next.to(gl.int64) * H + head_next) * K
-        wanted = (line < length_next).to(gl.int32)[:, None] + gl.zeros([C, 4], gl.int32, LINES)
-        _prefetch(q_ptr + first + lines, wanted)
-        _prefetch(k_ptr + first + lines, wanted)
-        _prefetch(logit_ptr + first + lines, wanted)
-
         late = zero_s.load(gl.SliceLayout(1, FRAGMENT))
         k_norm = _norm(k, late)
         q_norm = _norm(q, late) * scale
@@ -283,6 +288,8 @@ def prepare_gluon(
         head = head_next
         start = start_next
         length = length_next
+        a_log = a_log_next
+        bias = bias_next
 
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     turned_s = lower_s._reinterpret(gl.float32, [SLOTS, C, C], whole)
@@ -337,12 +344,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     arguments |= {"logit_d": gluon_launch.block_type((32, 128))}
     arguments |= dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr"), "*bf16")
     arguments |= dict.fromkeys(("a_log_ptr", "bias_ptr", "decay_ptr", "beta_ptr"), "*fp32")
-    arguments |= {
-        "start_ptr": "*i32:1",
-        "length_ptr": "*i32:1",
-        "bound": "fp32",
-        "middle": "fp32",
-        "scale": "fp32",
-        "H": "i32",
-    }
-    return [(prepare_gluon, arguments | {"total": "i32", "K": 128, "C": 32, "SLOTS": SLOTS}, settings())]
+    arguments |= dict.fromkeys(("start_ptr", "length_ptr"), "*i32:1")
+    arguments |= dict.fromkeys(("bound", "middle", "scale"), "fp32")
+    arguments |= dict.fromkeys(("H", "total", "ahead"), "i32")
+    return [(prepare_gluon, arguments | {"K": 128, "C": 32, "SLOTS": SLOTS}, settings())]
