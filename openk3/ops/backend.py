@@ -24,7 +24,9 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "grouped_linear": ("reference",),
     "mxfp": ("reference",),
     "cross_entropy": ("reference",),
-    "newton_schulz": ("reference",),
+    "newton_schulz": ("reference", "triton"),
+    "muon": ("reference", "triton"),
+    "adamw": ("reference", "triton"),
     "sampling": ("reference",),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

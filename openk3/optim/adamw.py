@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from openk3.config.train import OptimConfig
+from openk3.ops.backend import pick
 
 
 @dataclass
 class Moments:
-    """One weight with its running mean gradient and mean squared gradient, and how many steps they have seen."""
+    """One weight with its running mean gradient and mean squared gradient, and how many steps they have seen.
+
+    The narrow copy, if any, is the parameter that the model computes with, where the weight is its float32 master.
+    """
 
     name: str
     weight: Tensor
@@ -20,17 +25,31 @@ class Moments:
     mean: Tensor
     square: Tensor
     count: Tensor
+    narrow: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, weight: Tensor, decay: float) -> Moments:
+    def of(cls, name: str, weight: Tensor, decay: float, narrow: Tensor | None = None) -> Moments:
         """Zero moments."""
         count = torch.zeros((), dtype=torch.int64)
-        return cls(name, weight, decay, torch.zeros_like(weight), torch.zeros_like(weight), count)
+        return cls(name, weight, decay, torch.zeros_like(weight), torch.zeros_like(weight), count, narrow)
+
+
+@torch.no_grad()
+def adamw_steps(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig, *, clip: float = 1.0) -> None:
+    """One step in place of every (moments, gradient) pair; gradients count `clip` times, narrow copies follow.
+
+    W <- (1 - lr * decay) W - lr * m' / (sqrt(v') + eps), with m' and v' corrected for their start at zero.
+    """
+    if pairs and all(pick("adamw", moments.weight) == "triton" for moments, _ in pairs):
+        _by_kernels(pairs, lr, config, clip)
+        return
+    for moments, gradient in pairs:
+        adamw_step(moments, gradient * clip if clip != 1 else gradient, lr, config)
 
 
 @torch.no_grad()
 def adamw_step(moments: Moments, gradient: Tensor, lr: float, config: OptimConfig) -> None:
-    """W <- (1 - lr * decay) W - lr * m' / (sqrt(v') + eps), with m' and v' corrected for their start at zero."""
+    """One step of one weight: the definition."""
     gradient = gradient.to(moments.mean.dtype)
     moments.count += 1
     count = int(moments.count)
@@ -39,3 +58,23 @@ def adamw_step(moments: Moments, gradient: Tensor, lr: float, config: OptimConfi
     scale = (moments.square / (1 - config.beta2**count)).sqrt_().add_(config.eps)
     moments.weight.mul_(1 - lr * moments.decay)
     moments.weight.addcdiv_(moments.mean, scale, value=-lr / (1 - config.beta1**count))
+    if moments.narrow is not None:
+        moments.narrow.copy_(moments.weight)
+
+
+def _by_kernels(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig, clip: float) -> None:
+    """The same on a GPU in one launch."""
+    from openk3.ops import optimizer_fused as fused
+
+    weights = []
+    for moments, gradient in pairs:
+        moments.count += 1
+        count = int(moments.count)
+        factors = 1 - lr * moments.decay, lr / (1 - config.beta1**count), 1 / (1 - config.beta2**count)
+        narrow = moments.narrow if moments.narrow is not None and moments.narrow.dtype == torch.bfloat16 else None
+        tensors = gradient.to(torch.float32).contiguous(), moments.mean, moments.square, moments.weight
+        weights.append(fused.AdamWeight(*tensors, narrow, factors))
+    fused.adamw_kernels(weights, fused.AdamRates(config.beta1, config.beta2, config.eps, clip))
+    for moments, _ in pairs:
+        if moments.narrow is not None and moments.narrow.dtype != torch.bfloat16:
+            moments.narrow.copy_(moments.weight)

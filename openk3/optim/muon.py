@@ -2,7 +2,8 @@
 
 M <- mu M + G;  O = NewtonSchulz(G + mu M);  W <- (1 - lr * decay) W - lr * scale * sqrt(max(rows, columns)) * O, where
 each attention head's rows are a block of their own (report section 2.5). Blocks of one shape, over the whole model, are
-orthogonalised in one batched call.
+orthogonalised in one batched call. On a GPU momentum, orthogonalisation and update are kernels that work on gradients,
+momenta and weights where they lie (`ops/optimizer_fused.py`).
 """
 
 from __future__ import annotations
@@ -14,25 +15,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openk3.ops.newton_schulz import newton_schulz
+from openk3.ops.backend import pick
+from openk3.ops.newton_schulz import COEFFICIENTS, newton_schulz
 
 CHUNK_VALUES = 1 << 26  # values orthogonalised at once, to bound the memory of the temporaries
 
 
 @dataclass
 class Member:
-    """One weight, cut along its rows (or first axis) in `blocks` pieces, and their momenta, long side last."""
+    """One weight, cut along its rows (or first axis) in `blocks` pieces, its momentum, and its narrow copy if any.
+
+    The narrow copy is the parameter that the model computes with, where the weight is its float32 master.
+    """
 
     name: str
     weight: Tensor
     blocks: int
     decay: float
-    momentum_BMN: Tensor
+    momentum: Tensor
+    narrow: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, weight: Tensor, blocks: int, decay: float) -> Member:
+    def of(cls, name: str, weight: Tensor, blocks: int, decay: float, narrow: Tensor | None = None) -> Member:
         """Zero momentum. The number of rows must be a multiple of `blocks`."""
-        return cls(name, weight, blocks, decay, torch.zeros_like(_wide(weight, blocks)).contiguous())
+        return cls(name, weight, blocks, decay, torch.zeros_like(weight), narrow)
+
+    @property
+    def momentum_BMN(self) -> Tensor:
+        """A view of the momentum: blocks with their long side last."""
+        return _wide(self.momentum, self.blocks)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,22 +78,59 @@ def muon_update(momentum: Tensor, heads: int = 1, *, steps: int = 5, scale: floa
 
 @torch.no_grad()
 def muon_step(
-    members: Iterable[tuple[Member, Tensor]], lr: float, *, momentum: float = 0.95, steps: int = 5, scale: float = 0.2
+    members: Iterable[tuple[Member, Tensor]],
+    lr: float,
+    *,
+    momentum: float = 0.95,
+    steps: int = 5,
+    scale: float = 0.2,
+    clip: float = 1.0,
 ) -> None:
-    """One step in place over (member, gradient) pairs whose blocks all have one shape.
+    """One step in place over (member, gradient) pairs whose blocks all have one shape; narrow copies follow.
 
-    A block whose gradient is exactly zero (an expert without tokens) decays and keeps its direction for later: its
-    momentum shrinks, but orthogonalisation would blow what is left of it up to a full update.
+    Gradients count `clip` times. A block whose gradient is exactly zero (an expert without tokens) decays and keeps its
+    direction for later: its momentum shrinks, but orthogonalisation would blow what is left of it up to a full update.
     """
     pairs = list(members)
+    if steps and pick("muon", pairs[0][0].weight) == "triton":
+        _by_kernels(pairs, lr, momentum=momentum, steps=steps, scale=scale, clip=clip)
+        return
     directions, alive = [], []
     for member, gradient in pairs:
-        gradient_BMN = _wide(gradient, member.blocks).to(member.momentum_BMN.dtype)
-        member.momentum_BMN.mul_(momentum).add_(gradient_BMN)
-        directions.append(gradient_BMN.add(member.momentum_BMN, alpha=momentum))
+        momentum_BMN = member.momentum_BMN
+        gradient_BMN = _wide(gradient, member.blocks).to(momentum_BMN.dtype)
+        if clip != 1:
+            gradient_BMN = gradient_BMN * clip
+        momentum_BMN.mul_(momentum).add_(gradient_BMN)
+        directions.append(gradient_BMN.add(momentum_BMN, alpha=momentum))
         alive.append((gradient_BMN != 0).flatten(1).any(1))
     update_BMN = orthogonalize(torch.cat(directions), steps, scale)
     update_BMN *= torch.cat(alive).view(-1, 1, 1)
     for (member, _), part_BMN in zip(pairs, update_BMN.split([member.blocks for member, _ in pairs])):
         weight_BMN = _wide(member.weight, member.blocks)
         weight_BMN.mul_(1 - lr * member.decay).sub_(part_BMN, alpha=lr)
+        if member.narrow is not None:
+            member.narrow.copy_(member.weight)
+
+
+def _by_kernels(
+    pairs: list[tuple[Member, Tensor]], lr: float, *, momentum: float, steps: int, scale: float, clip: float
+) -> None:
+    """The same on a GPU, by how blocks are stored, how they decay, and whether kernels can write the narrow copy."""
+    from openk3.ops import optimizer_fused as fused
+
+    groups: dict[tuple[int, int, float, bool], list[fused.MuonWeight]] = {}
+    for member, gradient in pairs:
+        columns = member.weight.shape[-1]
+        rows = member.weight.numel() // (member.blocks * columns)
+        writes = member.narrow is not None and member.narrow.dtype == torch.bfloat16
+        tensors = gradient.to(torch.float32).contiguous(), member.momentum, member.weight
+        weight = fused.MuonWeight(*tensors, member.narrow if writes else None, member.blocks)
+        groups.setdefault((rows, columns, member.decay, writes), []).append(weight)
+    for (rows, columns, decay, _), weights in groups.items():
+        rate = lr * scale * math.sqrt(max(rows, columns))
+        rates = fused.MuonRates(momentum, clip, 1 - lr * decay, rate, steps, COEFFICIENTS)
+        fused.muon_kernels(weights, rows, columns, rates)
+    for member, _ in pairs:
+        if member.narrow is not None and member.narrow.dtype != torch.bfloat16:
+            member.narrow.copy_(member.weight)

@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from openk3.config.train import OptimConfig
 from openk3.ops.norm import at_least_float32
-from openk3.optim.adamw import Moments, adamw_step
+from openk3.optim.adamw import Moments, adamw_steps
 from openk3.optim.muon import Member, muon_step
 
 
@@ -36,15 +36,15 @@ class Optimizer:
     def add(self, name: str, parameter: nn.Parameter, *, blocks: int, decays: bool) -> None:
         """Take charge of a parameter: Muon in `blocks` pieces, or AdamW if `blocks` is 0."""
         self.parameters[name] = parameter
-        weight = at_least_float32(parameter.detach())
+        weight, narrow = at_least_float32(parameter.detach()), None
         if weight.dtype != parameter.dtype:
-            self.masters[name] = weight
+            self.masters[name], narrow = weight, parameter.detach()
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._widen(name, p))
         decay = self.config.weight_decay if decays else 0.0
         if blocks:
-            self.muon[name] = Member.of(name, weight, blocks, decay)
+            self.muon[name] = Member.of(name, weight, blocks, decay, narrow)
         else:
-            self.adamw[name] = Moments.of(name, weight, decay)
+            self.adamw[name] = Moments.of(name, weight, decay, narrow)
 
     def _widen(self, name: str, parameter: Tensor) -> None:
         """Move a narrow gradient into its float32 sum as soon as backward has made it."""
@@ -90,24 +90,24 @@ class Optimizer:
         norm = float(get_total_norm(list(gradients.values()))) if gradients else 0.0
         if not norm < float("inf"):
             raise NonFiniteGradient(_diagnosis(gradients, norm))
-        if norm > self.config.clip_norm:
-            for gradient in gradients.values():
-                gradient.mul_(self.config.clip_norm / norm)
+        config = self.config
+        clip = config.clip_norm / norm if norm > config.clip_norm else 1.0
         by_shape: dict[tuple[int, int], list[tuple[Member, Tensor]]] = {}
+        others: list[tuple[Moments, Tensor]] = []
         for name, gradient in gradients.items():
             if name in self.muon:
                 by_shape.setdefault(self.muon[name].shape, []).append((self.muon[name], gradient))
             else:
-                adamw_step(self.adamw[name], gradient, lr * self.config.adamw_lr_scale, self.config)
-        config = self.config
+                others.append((self.adamw[name], gradient))
+        adamw_steps(others, lr * config.adamw_lr_scale, config, clip=clip)
         for pairs in by_shape.values():
             muon_step(
                 *(pairs, lr),
                 momentum=config.momentum,
                 steps=config.newton_schulz_steps,
                 scale=config.update_scale,
+                clip=clip,
             )
-        self.publish(gradients)
         return norm
 
     @torch.no_grad()
