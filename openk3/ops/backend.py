@@ -19,11 +19,13 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "norm": ("reference",),
     "mla": ("reference",),
     "attn_res": ("reference",),
-    "situ": ("reference",),
+    "situ": ("reference", "triton"),
     "routing": ("reference",),
     "grouped_linear": ("reference",),
+    "latent_moe": ("reference", "triton"),
+    "margins": ("reference", "triton"),
     "mxfp": ("reference",),
-    "cross_entropy": ("reference",),
+    "cross_entropy": ("reference", "triton"),
     "newton_schulz": ("reference", "triton"),
     "muon": ("reference", "triton"),
     "adamw": ("reference", "triton"),
@@ -33,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHANNELS = (16, 32, 64, 128)  # of a head, for the KDA kernels
 
 
-def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = True) -> str:
+def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = True, obstacle: str | None = None) -> str:
     """Name the implementation of `op` for tensors like x: "triton" where the kernels apply, else "reference".
 
     The kernels apply if all of this holds:
@@ -41,6 +43,7 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
     - x is on a CUDA device of compute capability 8.0 or later;
     - x is float32, bfloat16 or float16: float64 is for the definition;
     - KDA: `channels` (of a head: K, V) are 16, 32, 64 or 128 each, and the gate is `bounded`;
+    - the caller knows no further `obstacle`: what else about its arguments the kernels of `op` cannot take;
     - no forward-mode derivatives are being computed, which kernels would lose without a word.
 
     OPENK3_BACKEND=reference forces the definition everywhere. OPENK3_BACKEND=triton forces the kernels of every
@@ -57,7 +60,7 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
         raise ConfigError(f"OPENK3_BACKEND={forced}: {op} on {x.device.type} has {', '.join(available)}")
     if forced == "reference" or "triton" not in available:
         return "reference"
-    obstacle = _obstacle(x, channels, bounded, interpret=forced == "triton")
+    obstacle = _obstacle(x, channels, bounded, interpret=forced == "triton") or obstacle
     if obstacle is None:
         return "triton"
     if forced:

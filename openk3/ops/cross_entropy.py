@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.backend import pick
+
 IGNORED = -100
 # Logits that exist at once when the caller names no chunk (float32: 8 MiB), but no fewer tokens than _CHUNK_TOKENS.
 _CHUNK_LOGITS = 1 << 21
@@ -24,11 +26,21 @@ def linear_cross_entropy(
     gradients of the sum are formed during the forward pass, in at least float32; the backward pass scales them. No
     label left gives (0, 0) and zero gradients.
 
-    Raises ValueError if shapes do not fit or a label lies outside the vocabulary.
+    On a GPU the pass over the logits is a kernel that leaves their gradient in their place, chunks are larger (1 GiB of
+    logits), and nothing waits for the device: ignored positions are computed and count nothing, and a label outside
+    the vocabulary makes sum and gradients NaN.
+
+    Raises ValueError if shapes do not fit or (on a CPU) a label lies outside the vocabulary.
     """
-    _check(h_TD, weight_VD, labels_T, ignored=True)
-    chunk = _chunk(chunk, weight_VD.shape[0])
+    _check_shapes(h_TD, weight_VD, labels_T, chunk)
     need_h, need_weight = (torch.is_grad_enabled() and x.requires_grad for x in (h_TD, weight_VD))
+    if _has_kernels(h_TD, weight_VD):
+        from openk3.ops.cross_entropy_fused import LinearCrossEntropy, Options
+
+        loss_sum = LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, Options(IGNORED, chunk, need_h, need_weight))
+        return loss_sum, (labels_T != IGNORED).sum()
+    _check_ids(labels_T, weight_VD.shape[0], ignored=True)
+    chunk = _chunk(chunk, weight_VD.shape[0])
     loss_sum = _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, _Options(chunk, need_h, need_weight))
     return loss_sum, (labels_T != IGNORED).sum()
 
@@ -39,9 +51,14 @@ def token_logprobs(
     """(log-probability of each token's id [T], entropy of its distribution in nats [T]), both differentiable.
 
     Logits as in `linear_cross_entropy`; results in at least float32. The backward pass computes the logits again.
-    Raises ValueError if shapes do not fit or an id lies outside the vocabulary.
+    Raises ValueError if shapes do not fit or (on a CPU) an id lies outside the vocabulary; a GPU makes its results NaN.
     """
-    _check(h_TD, weight_VD, ids_T, ignored=False)
+    _check_shapes(h_TD, weight_VD, ids_T, chunk)
+    if _has_kernels(h_TD, weight_VD):
+        from openk3.ops.cross_entropy_fused import TokenLogprobs
+
+        return TokenLogprobs.apply(h_TD, weight_VD, ids_T, chunk)
+    _check_ids(ids_T, weight_VD.shape[0], ignored=False)
     return _TokenLogprobs.apply(h_TD, weight_VD, ids_T, _chunk(chunk, weight_VD.shape[0]))
 
 
@@ -151,18 +168,25 @@ def _add_product(grad_weight: torch.Tensor, grad_logits: torch.Tensor, h_CD: tor
         grad_weight.add_(grad_logits.T @ h_CD)
 
 
+def _has_kernels(h_TD: torch.Tensor, weight_VD: torch.Tensor) -> bool:
+    return h_TD.dtype == weight_VD.dtype and pick("cross_entropy", h_TD) == "triton"
+
+
 def _chunk(chunk: int | None, vocab: int) -> int:
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: must be at least 1 token, got {chunk}")
     return chunk or max(_CHUNK_TOKENS, _CHUNK_LOGITS // vocab)
 
 
-def _check(h_TD: torch.Tensor, weight_VD: torch.Tensor, ids_T: torch.Tensor, *, ignored: bool) -> None:
+def _check_shapes(h_TD: torch.Tensor, weight_VD: torch.Tensor, ids_T: torch.Tensor, chunk: int | None) -> None:
     if h_TD.dim() != 2 or ids_T.shape != h_TD.shape[:1] or weight_VD.shape[1:] != h_TD.shape[1:]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (h_TD, weight_VD, ids_T))
         raise ValueError(f"hidden states, head weight, ids: shapes {shapes} do not fit")
-    outside = (ids_T < 0) | (ids_T >= weight_VD.shape[0])
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk: must be at least 1 token, got {chunk}")
+
+
+def _check_ids(ids_T: torch.Tensor, vocab: int, *, ignored: bool) -> None:
+    outside = (ids_T < 0) | (ids_T >= vocab)
     if ignored:
         outside &= ids_T != IGNORED
     if outside.any():
-        raise ValueError(f"label {int(ids_T[outside][0])} lies outside the vocabulary of {weight_VD.shape[0]}")
+        raise ValueError(f"label {int(ids_T[outside][0])} lies outside the vocabulary of {vocab}")
