@@ -19,7 +19,7 @@ _NONE = compile("", "", "exec")  # code without free variables
 
 
 class Matrix(NamedTuple):
-    """A contiguous tensor as rows of `shape[1]` elements, moved by the copy engine in tiles of `block`.
+    """A tensor as rows of `shape[1]` elements, moved by the copy engine in tiles of `block`.
 
     Has the attributes that Triton's launcher reads of a `TensorDescriptor`, and costs nothing to make.
     """
@@ -141,7 +141,7 @@ def _encoded(x: Matrix, encoding: Any) -> list[Any]:
     """What a kernel gets for a copy-engine argument; remembered, because encoding takes longer than the launch."""
     if encoding is None:  # not for the copy engine
         return make_tensordesc_arg(x, encoding)
-    key = (x.base.data_ptr(), x.shape, x.block, x.base.dtype)
+    key = (x.base.data_ptr(), x.shape, x.strides, x.block, x.base.dtype)
     found = _encodings.get(key)
     if found is None:
         if len(_encodings) > 4096:
