@@ -1,4 +1,4 @@
-"""PageShape and CacheConfig: how the memory of a serving engine is cut into equal pages, and its limits."""
+"""PageShape, CacheConfig and EngineConfig: how a serving engine's memory is cut into equal pages, and its limits."""
 
 from __future__ import annotations
 
@@ -114,6 +114,18 @@ class CacheConfig:
         return self.pages.latent_pages(num_tokens) + self.pages.kda_groups
 
 
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: its memory, and how it shares its time."""
+
+    cache: CacheConfig
+    step_tokens: int = 2048  # most tokens in one pass: its length in time, and the memory of its activations
+    patience: int = 256  # steps of waiting that outweigh one level of priority; also see Scheduler
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, may_be_zero={"patience"})
+
+
 def kda_row_bytes(text: TextConfig, value_bytes: int = 2) -> int:
     """Bytes of one KDA layer's state and of the last W - 1 raw inputs of its three convolutions.
 
@@ -133,7 +145,7 @@ def _check_number(name: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{name}: must be a whole number of at least {least}, got {str(value)[:40]}")
 
 
-def _check_numbers(config: PageShape | CacheConfig, may_be_zero: set[str]) -> None:
+def _check_numbers(config: PageShape | CacheConfig | EngineConfig, may_be_zero: set[str]) -> None:
     for spec in dataclasses.fields(config):
         if spec.type == "int":
             _check_number(spec.name, getattr(config, spec.name), 0 if spec.name in may_be_zero else 1)

@@ -35,7 +35,7 @@ class HybridCache:
         self.prefixes = PrefixCache(self.pool, config.pages)
         self.checkpoints = Checkpoints(config, self.pool, self.prefixes)
         self.asked_tokens = self.hit_tokens = 0  # of all requests so far: their quotient is the hit rate
-        self._requests: dict[RequestCache, None] = {}
+        self.requests: dict[RequestCache, None] = {}  # that hold pages
 
     def name(self, token_ids: Sequence[int], *, tenant: str = "", images: Sequence[ImageSpan] = ()) -> HashChain:
         """Keys of a request's prefixes under the present weights. Raises ValueError for images that do not fit."""
@@ -53,8 +53,8 @@ class HybridCache:
         """
         total, size, ends = chain.num_tokens, chain.hash_tokens, set(turn_ends)
         _refuse(self, chain, ends)
-        if len(self._requests) >= self.config.max_requests:
-            raise NoRoom(f"{len(self._requests)} requests hold pages, no more are allowed")
+        if len(self.requests) >= self.config.max_requests:
+            raise NoRoom(f"{len(self.requests)} requests hold pages, no more are allowed")
         hit, states, page = _acquire(self, chain, total - 1 if most_hit is None else min(most_hit, total - 1))
         self.asked_tokens += total
         self.hit_tokens += hit.num_tokens
@@ -70,7 +70,7 @@ class HybridCache:
             num_computed=hit.num_tokens,
             plan=_start_plan(hit, states, page, self.config.pages.page_tokens),
         )
-        self._requests[request] = None
+        self.requests[request] = None
         return request
 
     @property
@@ -135,9 +135,9 @@ class HybridCache:
 
         A plan that has not landed is dropped with all that it would have made visible.
         """
-        if request not in self._requests:
+        if request not in self.requests:
             raise PoolError("the request was released before")
-        del self._requests[request]
+        del self.requests[request]
         plan, request.plan = request.plan, None
         if request.started and request.epoch == self.epoch:
             self._publish(request, 0)  # pages whose twins of another request have gone meanwhile
@@ -154,7 +154,7 @@ class HybridCache:
 
     def check(self) -> None:
         """Assert every invariant of pool, index and requests; holders are counted anew."""
-        _check_requests(self, self._requests)
+        _check_requests(self, self.requests)
         self.pool.check()
         self.prefixes.check()
 
@@ -177,7 +177,7 @@ def _refuse(cache: HybridCache, chain: HashChain, turn_ends: set[int]) -> None:
         raise ValueError(f"turn_ends: every end must lie in 0..{total}")
     if chain.salt.weights_version != cache.weights_version:
         raise ValueError(f"request: named for weights {chain.salt.weights_version!r}, name it again")
-    if any(chain is request.chain for request in cache._requests):
+    if any(chain is request.chain for request in cache.requests):
         raise PoolError("two requests cannot append to one chain: name the second one itself")
 
 

@@ -119,6 +119,12 @@ class PrefixCache:
         if key in self._checkpoints and not self._checkpoints[key].kept:
             self._drop_checkpoint(key)
 
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Let nobody find these prefixes any more: what was computed for them is not to be trusted."""
+        for key in keys:
+            for page in list(self._holders.get(key, ())):
+                self._drop(page)
+
     def clear(self) -> None:
         """Forget everything: pages that nobody holds become free."""
         for page in [*self._key_of, *self._keys_of]:

@@ -1,4 +1,4 @@
-"""A K3 of a few thousand parameters for the engine's tests: three groups of KDA layers, vision, MTP, varied answers."""
+"""A K3 of a few thousand parameters for the engine's tests: two groups of KDA layers, vision, MTP, varied answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ VOCAB = 320
 
 
 def engine_config(**text: Any) -> ModelConfig:
-    """Layers K K M K K K: two rows (MLA, MTP), so five KDA states take three pages; the last MoE layer is a KDA one."""
-    linear = LinearAttnConfig(head_dim=16, num_heads=2, kda_layers=(1, 2, 4, 5, 6), full_attn_layers=(3,))
-    return small_model(**{"num_hidden_layers": 6, "linear_attn_config": linear, "attn_res_block_size": 2, **text})
+    """Layers K K M K: two rows a page (MLA and MTP), so the states of three KDA layers take one page and a half."""
+    linear = LinearAttnConfig(head_dim=16, num_heads=2, kda_layers=(1, 2, 4), full_attn_layers=(3,))
+    return small_model(**{"num_hidden_layers": 4, "linear_attn_config": linear, "attn_res_block_size": 2, **text})
 
 
 @cache

@@ -86,7 +86,7 @@ def test_plans_are_carried_out() -> None:
     ("changes", "message"),
     [
         ({"layers_per_page": 3}, "layers_per_page: 3, but the model's pages need 2"),
-        ({"kda_groups": 2}, "kda_groups: 2, but the model's pages need 3"),
+        ({"kda_groups": 3}, "kda_groups: 3, but the model's pages need 2"),
         ({"row_bytes": 2048}, "row_bytes: 2048, but the model's pages need 6400"),
         ({"row_bytes": 6408}, "row_bytes: must be a multiple of 16, got 6408"),
     ],

@@ -1,0 +1,188 @@
+"""Engine: requests in, tokens out, many at a time, with one model and one memory; a library, without HTTP."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openk3.config.serve import EngineConfig
+from openk3.engine.hybrid_cache import RequestTooLarge
+from openk3.engine.job import Job
+from openk3.engine.loop import Loop
+from openk3.engine.prompt import read_prompt
+from openk3.engine.request import Completion, Request, SamplingParams
+from openk3.engine.stream import Listener, Stream, Update
+from openk3.model.k3 import K3
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How an engine is doing; counts of tokens, steps and passes are since its start."""
+
+    num_waiting: int
+    num_running: int
+    num_pages: int
+    num_pages_held: int
+    num_pages_cached: int  # held by nobody, and there for whoever has the same prefix
+    num_steps: int
+    num_preempted: int
+    num_failed_passes: int
+    num_computed: int  # tokens, of prompts and answers
+    num_asked: int  # tokens of requests when they started
+    num_hit: int  # those of them that came from the cache
+
+
+class Engine:
+    """Submit requests, then `step` until nothing is left, or let streams do that.
+
+    Any thread may submit, cancel and step; one step runs at a time. Callbacks (listeners, constraints, `ready`) run
+    inside a step: they may submit and cancel, but not step. An error of a request ends that request only.
+    """
+
+    def __init__(self, model: K3, config: EngineConfig, weights_version: str = "0") -> None:
+        self.config = config
+        self._loop = Loop(model, config, weights_version)
+        self._num_loads = 0
+        self._lock = threading.Lock()
+        self._stepper: int | None = None
+        self._streams: dict[Job, Stream] = {}
+        self._arrived: deque[Stream] = deque()
+        self._cancelled: deque[Stream] = deque()
+
+    def submit(self, request: Request, listener: Listener | None = None) -> Stream:
+        """Take a request; the next step begins with it.
+
+        `listener` is told of each step's news, in the thread that steps; if it raises, its request is cancelled.
+        Raises ValueError for a request that this model cannot read, RequestTooLarge for one that never fits.
+        """
+        prompt, books = read_prompt(request, self._loop.runner.model), self._loop.books
+        if len(prompt.token_ids) > books.largest_request:
+            most = books.largest_request
+            raise RequestTooLarge(f"prompt: {len(prompt.token_ids)} tokens do not fit; there is room for {most}")
+        seed = request.params.seed
+        chain = books.name(prompt.token_ids, tenant=request.tenant, images=prompt.spans)
+        job = Job(request, prompt, secrets.randbits(64) if seed is None else seed, list(prompt.token_ids), chain)
+        stream = Stream(self, job, listener)
+        self._arrived.append(stream)
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """End a request: at once, or, while a step is under way, when the next one begins."""
+        self._cancelled.append(stream)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_in()
+                self._deliver()
+            finally:
+                self._lock.release()
+
+    def step(self) -> list[Update]:
+        """One pass for as many requests as there is time and room for; the news, of which listeners were told.
+
+        Nothing happens if no request is there or all are parked.
+        """
+        if self._stepper == threading.get_ident():
+            raise RuntimeError("a callback cannot step the engine that called it")
+        with self._lock:
+            self._stepper = threading.get_ident()
+            try:
+                self._take_in()
+                self._loop.step()
+                return self._deliver()
+            finally:
+                self._stepper = None
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Whole answers, in order; one that failed says so in its `finish`. Raises what `submit` raises."""
+        streams = list[Stream]()
+        try:
+            for request in requests:
+                streams.append(self.submit(request))
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                if stream.finish is None:
+                    stream.cancel()
+
+    def score(self, prompts: Sequence[Sequence[int]], tenant: str = "") -> list[list[float]]:
+        """Log-probability of each token of each prompt but the first, given those before it. Raises what fails."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        answers = self.generate([Request(prompt, params, tenant=tenant) for prompt in prompts])
+        for error in (answer.finish.error for answer in answers):
+            if error is not None:
+                raise error
+        return [[token.logprob for token in answer.prompt_tokens] for answer in answers]
+
+    def load_weights(self, model: K3, version: str | None = None) -> None:
+        """Go on with a model whose weights are new; another one of the same kind, or the same one changed in place.
+
+        Nothing computed before is found by requests that start from now on; those that run go on with what they have.
+        `version` names the weights. Raises ValueError if the model differs in more than its weights.
+        """
+        old, new = self._loop.runner.model.embed.weight, model.embed.weight
+        if model.config != self._loop.runner.model.config:
+            raise ValueError("load_weights: the new model's configuration differs")
+        if (old.dtype, old.device) != (new.dtype, new.device):
+            raise ValueError(f"load_weights: {new.dtype} on {new.device} cannot follow {old.dtype} on {old.device}")
+        with self._lock:
+            self._num_loads += 1
+            self._loop.runner.model = model
+            self._loop.books.new_weights(f"load {self._num_loads}" if version is None else version)
+            for job in self._loop.scheduler.running:
+                job.features.clear()
+
+    def stats(self) -> Stats:
+        """How it is doing now."""
+        loop, scheduler, books = self._loop, self._loop.scheduler, self._loop.books
+        return Stats(
+            num_waiting=len(scheduler.waiting) + len(self._arrived),
+            num_running=len(scheduler.running),
+            num_pages=books.config.num_pages,
+            num_pages_held=books.pool.num_held,
+            num_pages_cached=books.pool.num_idle,
+            num_steps=scheduler.step,
+            num_preempted=scheduler.num_preempted,
+            num_failed_passes=loop.num_failed_passes,
+            num_computed=loop.num_computed,
+            num_asked=books.asked_tokens,
+            num_hit=books.hit_tokens,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant of jobs and pages: for tests, and for an engine that is idle."""
+        with self._lock:
+            self._loop.scheduler.check()
+            running = bool(self._loop.scheduler.running)
+            assert running or self._loop.books.pool.num_held == 0, "pages are held by nobody"
+
+    def _take_in(self) -> None:
+        """What has been submitted and cancelled since the last step."""
+        while self._arrived:
+            stream = self._arrived.popleft()
+            self._streams[stream.job] = stream
+            self._loop.add(stream.job)
+        while self._cancelled:
+            job = self._cancelled.popleft().job
+            if job in self._loop:
+                self._loop.end(job, "cancelled")
+
+    def _deliver(self) -> list[Update]:
+        updates = []
+        for job, news in self._loop.take_news().items():
+            stream = self._streams[job] if news.finish is None else self._streams.pop(job)
+            updates.append(Update(stream, tuple(news.tokens), tuple(news.prompt_tokens), news.finish))
+            stream.take(updates[-1])
+        for update in updates:
+            if update.stream.listener is not None:
+                try:
+                    update.stream.listener(update)
+                except Exception:  # foreign code
+                    LOG.exception("a listener failed; its request is cancelled")
+                    self._cancelled.append(update.stream)
+        return updates

@@ -1,0 +1,92 @@
+"""Choose the next token of each job of a pass: constraints, sampling by the job's own numbers, log-probabilities."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from openk3.engine.job import Job
+from openk3.engine.request import Token
+from openk3.model.generate import BrokenModelError
+from openk3.ops.norm import at_least_float32
+from openk3.ops.sampling import sample
+
+Top = tuple[tuple[int, float], ...]
+
+
+def uniform(seed: int, place: int, purpose: bytes = b"token") -> float:
+    """The random number of a request at one place of its answer, in [0, 1) with 53 bits.
+
+    It follows from its arguments alone: the same in any batch, after a preemption, in another process.
+    """
+    digest = blake2b(struct.pack("<Qq", seed, place), digest_size=8, person=purpose)
+    return (int.from_bytes(digest.digest(), "little") >> 11) / 2**53
+
+
+def choose(logits_NV: Tensor, jobs: Sequence[Job]) -> list[Token | Exception]:
+    """The next token of each job from its row, or what went wrong with that job alone.
+
+    Log-probabilities are those of the logits themselves. Errors: what a constraint raises, ValueError where it allows
+    no token, BrokenModelError where logits are not finite.
+    """
+    wide_NV = at_least_float32(logits_NV)
+    results: list[Token | Exception | None] = [None] * len(jobs)
+    choices_NV = _constrained(wide_NV, jobs, results)
+    peaks = wide_NV.amax(-1).isfinite().tolist() if jobs else []
+    for n, finite in enumerate(peaks):
+        if not finite:
+            results[n] = BrokenModelError("the model's logits are not finite: a damaged model, or a damaged request")
+    good = [n for n, result in enumerate(results) if result is None]
+    if good:
+        rows = torch.tensor(good, device=wide_NV.device)
+        for n, token in zip(good, _draw(wide_NV[rows], choices_NV[rows], [jobs[n] for n in good])):
+            results[n] = token
+    return [result for result in results if result is not None]
+
+
+def best(logits_NV: Tensor, count: int) -> list[Top]:
+    """The `count` most likely ids of each row with their log-probabilities, the best first."""
+    values, ids = at_least_float32(logits_NV).log_softmax(-1).topk(count)
+    return [tuple(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
+
+
+def _constrained(wide_NV: Tensor, jobs: Sequence[Job], results: list[Token | Exception | None]) -> Tensor:
+    """Logits with -inf where constraints forbid a token; a job whose constraint fails has its error in `results`."""
+    choices_NV = wide_NV
+    for n, job in enumerate(jobs):
+        if job.request.constraint is None:
+            continue
+        try:
+            allowed_V = job.request.constraint.allowed(job.token_ids[job.num_prompt :])
+            if allowed_V is None:
+                continue
+            allowed_V = allowed_V.to(wide_NV.device, torch.bool)
+            if allowed_V.shape != wide_NV.shape[1:] or not allowed_V.any():
+                raise ValueError(f"constraint: no token is allowed, or not one answer for each of {wide_NV.shape[1]}")
+        except Exception as error:  # foreign code: it ends its own request, and no other
+            results[n] = error
+            continue
+        choices_NV = wide_NV.clone() if choices_NV is wide_NV else choices_NV
+        choices_NV[n].masked_fill_(~allowed_V, float("-inf"))
+    return choices_NV
+
+
+def _draw(wide_NV: Tensor, choices_NV: Tensor, jobs: Sequence[Job]) -> list[Token]:
+    params, device = [job.request.params for job in jobs], wide_NV.device
+    ids_N = sample(
+        choices_NV,
+        None,
+        temperature=torch.tensor([p.temperature for p in params], dtype=wide_NV.dtype, device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=wide_NV.dtype, device=device),
+        uniform_N=torch.tensor([uniform(job.seed, job.num_answer) for job in jobs], dtype=torch.float64, device=device),
+    )
+    chosen_N = wide_NV.gather(1, ids_N[:, None]).squeeze(1)
+    logprobs = (chosen_N - wide_NV.logsumexp(-1)).tolist()
+    most = max(p.logprobs for p in params)
+    tops = [row[: p.logprobs] for row, p in zip(best(wide_NV, most), params)] if most else [()] * len(jobs)
+    return list(map(Token, ids_N.tolist(), logprobs, tops))

@@ -1,0 +1,51 @@
+"""Shares: how the tokens of one pass are divided among jobs, so that nobody waits longer than stated.
+
+Where one token is left (decoding), jobs served least recently go first. Of what there is for jobs with more left, a
+quarter is for the first in rank, and the rest for the highest priority, there for the shortest. While both kinds want
+tokens, three quarters of the budget are for the first kind and a quarter is for the second. Quarters are exact on
+average of four turns. Hence these bounds, with B tokens in a pass, for jobs that have their pages:
+- of D jobs with one token left, each has it within ceil(D / (3 B // 4)) passes (B > 1);
+- a job with several tokens left is through after ceil(4 W / 3 R) + 1 passes, and one more for each checkpoint that cuts
+  a chunk short, where R tokens of each pass are for such jobs (B / 4 at worst), and W are those of all jobs of higher
+  priority or not longer than it, itself included: a long prompt never delays a short one by its length;
+- the first in rank has R / 4 tokens of each pass, so no flow of short requests starves a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openk3.engine.job import Job
+
+
+class Shares:
+    """Remembers whose turn the odd tokens are."""
+
+    def __init__(self) -> None:
+        self._mixed_turns = self._prompt_turns = 0
+
+    def divide(self, budget: int, jobs: Sequence[Job]) -> dict[Job, int]:
+        """Tokens of each job that has some; `jobs` are in order of their rank."""
+        shares = dict[Job, int]()
+        decodes = sorted((job for job in jobs if job.num_left == 1), key=lambda job: (job.last_served, job.rank))
+        prompts = [job for job in jobs if job.num_left > 1]
+        self._mixed_turns += bool(decodes and prompts)
+        kept = min(_quarter(budget, self._mixed_turns), sum(job.num_left for job in prompts))
+        for job in decodes[: budget - kept]:
+            shares[job] = 1
+        budget -= len(shares)
+        if not prompts or not budget:
+            return shares
+        self._prompt_turns += 1
+        shares[prompts[0]] = first = min(_quarter(budget, self._prompt_turns), prompts[0].num_left)
+        budget -= first
+        for job in sorted(prompts, key=lambda job: (-job.request.priority, job.num_left, job.rank)):
+            more = min(budget, job.num_left - shares.get(job, 0))
+            shares[job] = shares.get(job, 0) + more
+            budget -= more
+        return {job: count for job, count in shares.items() if count}
+
+
+def _quarter(budget: int, turn: int) -> int:
+    """In four turns of the same budget, exactly the budget."""
+    return (budget + turn % 4) // 4
