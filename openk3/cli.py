@@ -24,7 +24,7 @@ GROUPS = {
         "generate": "continue a text",
     },
     "Train": {
-        "pretrain": "train from a recipe (tiny, small, k3) on your files, or resume a run",
+        "pretrain": "train from a recipe (tiny, small, medium, k3) on your files, or resume a run",
         "tokenizer": "train a tokenizer, or show how a text is cut into tokens",
     },
     "Look and convert": {

@@ -1,4 +1,4 @@
-"""small: a K3 that one 80 GB GPU trains in a few days."""
+"""small: a K3 of a billion parameters that one large GPU trains in a day."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ VOCAB = 32768
 
 
 def model() -> ModelConfig:
-    """12 layers of width 768, 64 experts of which 4 work, an 8-layer vision tower, MTP."""
-    kda, full = schedule(12)
+    """25 layers of width 768 (18 KDA, 7 MLA), 80 experts of which 4 work, 7 depth blocks, an 8-layer tower, MTP."""
+    kda, full = schedule(25)
     text = TextConfig(
         vocab_size=VOCAB,
         hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        q_lora_rank=384,
+        intermediate_size=2048,
+        num_hidden_layers=25,
+        num_attention_heads=6,
+        q_lora_rank=256,
         kv_lora_rank=256,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        linear_attn_config=LinearAttnConfig(head_dim=64, num_heads=12, kda_layers=kda, full_attn_layers=full),
-        attn_res_block_size=3,
-        num_experts=64,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        linear_attn_config=LinearAttnConfig(head_dim=128, num_heads=6, kda_layers=kda, full_attn_layers=full),
+        attn_res_block_size=4,
+        num_experts=80,
         num_experts_per_token=4,
-        num_shared_experts=2,
-        moe_intermediate_size=512,
+        num_shared_experts=1,
+        moe_intermediate_size=384,
         routed_expert_hidden_size=384,
-        max_position_embeddings=32768,
+        max_position_embeddings=65536,
         num_nextn_predict_layers=1,
     )
     vision = VisionConfig(
@@ -47,13 +47,13 @@ def model() -> ModelConfig:
 
 
 def pretrain() -> PretrainConfig:
-    """20,000 steps of 262,144 tokens (5.2 G tokens); windows grow from 4,096 to 32,768 for the last tenth."""
+    """10,000 steps of 524,288 tokens (5.2 G tokens); windows grow from 8,192 to 65,536 for the last tenth."""
     return PretrainConfig(
         model=model(),
-        data=DataConfig(stages=((0.9, 4096), (0.1, 32768)), batch_tokens=262144, micro_batch_tokens=32768),
+        data=DataConfig(stages=((0.9, 8192), (0.1, 65536)), batch_tokens=524288, micro_batch_tokens=32768),
         optim=OptimConfig(lr=8e-4, min_lr=8e-5),
         checkpoint=CheckpointConfig(every=500),
         validation=ValidationConfig(every=250, max_tokens=262144),
-        steps=20000,
+        steps=10000,
         device="auto",
     )

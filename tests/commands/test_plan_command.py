@@ -63,7 +63,7 @@ def test_a_configuration_file_a_model_and_a_run_give_the_same(
 def test_unknown_name_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     """One line."""
     assert main(["plan", "k4"]) == 2
-    assert capsys.readouterr().err == "openk3: k4: neither a file nor a recipe; recipes are tiny, small, k3\n"
+    assert capsys.readouterr().err == "openk3: k4: neither a file nor a recipe; recipes are tiny, small, medium, k3\n"
 
 
 def test_context_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
