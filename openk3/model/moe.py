@@ -6,6 +6,7 @@ bounds what enters the up-projection. `LatentMoE.exchange` is the only place tha
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from openk3.config.model import TextConfig
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.grouped_linear import grouped_linear
+from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels, latent_experts
 from openk3.ops.norm import at_least_float32
+from openk3.ops.overlap import side_by_side
 from openk3.ops.routing import Routes, combine_rows, gather_rows, route, sort_by_expert
 from openk3.ops.situ import situ_glu
 
@@ -115,9 +118,16 @@ class LatentMoE(nn.Module):
         self.up_proj = nn.Linear(latent, width, bias=False)
         self.shared = DenseFFN(config, config.shared_intermediate_size) if config.num_shared_experts else None
         self.exchange = LocalExchange()
+        self.form = RoutedForm(
+            *(config.num_experts_per_token, config.moe_renormalize, config.routed_scaling_factor),
+            *(config.activation_situ_beta, config.activation_situ_linear_beta, config.rms_norm_eps),
+            grouped=config.topk_group < config.num_expert_group,
+        )
 
     def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE) -> Tensor:
         """y_TD; the trace sees scores, the bias in use and the routes."""
+        if isinstance(self.exchange, LocalExchange) and by_kernels(x_TD, self._weights(), self.form):
+            return self._fused(x_TD, trace)
         scores_TE, routes = self.router(x_TD)
         trace.routing(self.layer, scores_TE, self.router.bias, routes)
         z_TC = self.down_proj(x_TD)
@@ -125,3 +135,26 @@ class LatentMoE(nn.Module):
         u_TC = self.exchange.combine(self.experts(z_MC, counts_E), plan, routes.weights_Tk)
         y_TD = self.up_proj(self.latent_norm(u_TC))
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def _weights(self) -> RoutedWeights:
+        experts = self.experts
+        return RoutedWeights(
+            *(self.down_proj.weight, self.router.weight, self.router.bias),
+            *(experts.w1_EIC, experts.w3_EIC, experts.w2_ECI, self.latent_norm.weight),
+        )
+
+    def _fused(self, x_TD: Tensor, trace: Trace) -> Tensor:
+        """`forward` by kernels, shared experts beside the routed ones; the up-projection adds to what those give."""
+
+        def routed() -> Tensor:
+            u_TC, scores_TE, routes = latent_experts(
+                x_TD, self._weights(), self.form, with_scores=trace is not NO_TRACE
+            )
+            if scores_TE is not None:
+                trace.routing(self.layer, scores_TE, self.router.bias, routes)
+            return u_TC
+
+        if self.shared is None:
+            return self.up_proj(routed())
+        u_TC, y_TD = side_by_side(x_TD, routed, partial(self.shared, x_TD))
+        return y_TD.addmm_(u_TC, self.up_proj.weight.T)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.backend import pick
+
 
 def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
     """`beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)`.
@@ -21,6 +23,10 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
         raise ValueError(
             f"gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype}: need one shape and dtype"
         )
+    if pick("situ", gate) == "triton":
+        from openk3.ops.situ_fused import fused_situ_glu
+
+        return fused_situ_glu(gate, up, beta, linear_beta)
     return _SituGlu.apply(gate, up, beta, linear_beta)
 
 

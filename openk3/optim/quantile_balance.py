@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from openk3.config.train import BalanceConfig
 from openk3.model.moe import LatentMoE, Router
 from openk3.model.trace import Trace
+from openk3.ops.margins import count_margins
 from openk3.ops.norm import at_least_float32
 from openk3.ops.routing import Routes
 
@@ -29,16 +30,14 @@ def exact_bias(scores_TE: Tensor, threshold_T: Tensor, k: int) -> Tensor:
     return bias_E - bias_E.mean()
 
 
-def histogram_bias(counts_EB: Tensor, low: float, width: float, k: int) -> Tensor:
+def histogram_bias(counts_EB: Tensor, low: float | Tensor, width: float | Tensor, k: int) -> Tensor:
     """The next bias_E, mean zero, from counts of required biases in bins [low + b width, low + (b+1) width) (App. D).
 
     The quantile lies in the first bin whose cumulative count reaches ceil(q), and is linear inside it.
     """
-    experts = len(counts_EB)
-    tokens = int(counts_EB[0].sum())
-    q = tokens * k / experts
+    q = counts_EB[0].sum().double() * k / len(counts_EB)
     upto_EB = counts_EB.cumsum(1)
-    bin_E = (upto_EB < math.ceil(q)).sum(1, keepdim=True)
+    bin_E = (upto_EB < q.ceil()).sum(1, keepdim=True)
     count_E = counts_EB.gather(1, bin_E)
     before_E = upto_EB.gather(1, bin_E) - count_E
     inside_E = ((q - before_E.double()) / count_E.double()).clamp(0, 1)
@@ -51,26 +50,38 @@ class Histogram:
     """Integer counts of the required biases r = alpha_i - s_ij of one layer, one row of bins per expert.
 
     r lies in [min bias - 1, max bias + 1] because scores lie in (0, 1); the range is fixed by the bias of the step.
+    Counting never waits for a GPU.
     """
 
     counts_EB: Tensor
-    low: float = -1.0
-    width: float = 0.0
+    range_2: Tensor | None = None  # float64: where the first bin begins, width of a bin
 
     def add(self, scores_TE: Tensor, bias_E: Tensor, threshold_T: Tensor) -> None:
-        """Count a micro-batch: one pass, one bincount."""
-        experts, bins = self.counts_EB.shape
-        if self.width == 0:
+        """Count a micro-batch in one pass."""
+        if self.range_2 is None:
             lowest, highest = torch.aminmax(bias_E)
-            self.low, self.width = float(lowest) - 1, float(highest - lowest + 2) / bins
-        required_TE = threshold_T.unsqueeze(1) - scores_TE
-        bins_TE = ((required_TE - self.low) / self.width).long().clamp_(0, bins - 1)
-        bins_TE += torch.arange(experts, device=bins_TE.device) * bins
-        self.counts_EB += torch.bincount(bins_TE.flatten(), minlength=experts * bins).view(experts, bins)
+            width = (highest - lowest + 2).double() / self.counts_EB.shape[1]
+            self.range_2 = torch.stack((lowest.double() - 1, width))
+        count_margins(self.counts_EB, scores_TE, threshold_T, self.range_2)
+
+    @property
+    def low(self) -> float:
+        """Where the first bin begins."""
+        return -1.0 if self.range_2 is None else float(self.range_2[0])
+
+    @property
+    def width(self) -> float:
+        """Of a bin; 0 before anything was counted."""
+        return 0.0 if self.range_2 is None else float(self.range_2[1])
 
     def bias(self, k: int) -> Tensor:
         """The next bias_E."""
-        return histogram_bias(self.counts_EB, self.low, self.width, k)
+        low, width = (-1.0, 0.0) if self.range_2 is None else self.range_2
+        return histogram_bias(self.counts_EB, low, width, k)
+
+    def bias_or(self, bias_E: Tensor, k: int) -> Tensor:
+        """The next bias_E, or the given one if no token was counted."""
+        return torch.where(self.counts_EB[0].sum() > 0, self.bias(k).to(bias_E), bias_E)
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +91,7 @@ class Histogram:
     def reset(self) -> None:
         """Forget the step."""
         self.counts_EB.zero_()
-        self.low, self.width = -1.0, 0.0
+        self.range_2 = None
 
 
 @dataclass
@@ -98,6 +109,10 @@ class Margins:
     def bias(self, k: int) -> Tensor:
         """The next bias_E."""
         return exact_bias(torch.cat(self.scores), torch.cat(self.thresholds), k)
+
+    def bias_or(self, bias_E: Tensor, k: int) -> Tensor:
+        """The next bias_E, or the given one if no token was kept."""
+        return self.bias(k).to(bias_E) if self.num_tokens else bias_E
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +179,9 @@ class BalanceTrace(Trace):
         if not self._counts or not len(scores_TE):
             return
         scores_TE, threshold_T = at_least_float32(scores_TE.detach()), routes.threshold_T
-        load_E = torch.bincount(routes.expert_ids_Tk.flatten(), minlength=scores_TE.shape[1])
+        ids = routes.expert_ids_Tk.flatten()
+        # Unlike bincount it does not ask a GPU for the largest.
+        load_E = ids.new_zeros(scores_TE.shape[1]).scatter_add_(0, ids, torch.ones_like(ids))
         with self._counting:
             self.statistics[layer].add(scores_TE, bias_E, at_least_float32(threshold_T))
             self.loads[layer] = self.loads[layer] + load_E if layer in self.loads else load_E
@@ -186,10 +203,9 @@ class BalanceTrace(Trace):
         self.num_updates += 1
         new = max(1 - self._ema, 1 / self.num_updates)
         for layer, router in self.routers.items():
-            statistic = self.statistics[layer]
             # With every expert chosen there is nothing to balance, and no (k+1)-th score.
-            if statistic.num_tokens and router.k < len(router.bias):
-                router.bias.lerp_(statistic.bias(router.k).to(router.bias), new)
+            if router.k < len(router.bias):
+                router.bias.lerp_(self.statistics[layer].bias_or(router.bias, router.k), new)
         self.reset()
 
     def reset(self) -> None:
@@ -205,7 +221,8 @@ class BalanceTrace(Trace):
         for layer, statistic in self.statistics.items():
             if isinstance(statistic, Histogram):
                 state[f"{layer}.counts"] = statistic.counts_EB
-                state[f"{layer}.range"] = torch.tensor([statistic.low, statistic.width], dtype=torch.float64)
+                empty = torch.tensor([-1.0, 0.0], dtype=torch.float64)
+                state[f"{layer}.range"] = empty if statistic.range_2 is None else statistic.range_2.cpu()
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -214,9 +231,14 @@ class BalanceTrace(Trace):
         for layer, statistic in self.statistics.items():
             if isinstance(statistic, Histogram):
                 statistic.counts_EB.copy_(state[f"{layer}.counts"])
-                statistic.low, statistic.width = state[f"{layer}.range"].tolist()
+                given = state[f"{layer}.range"].to(statistic.counts_EB.device, torch.float64)
+                statistic.range_2 = given if float(given[1]) > 0 else None
 
     def imbalance(self) -> tuple[float, float]:
         """(largest, mean over layers) of max/mean expert load in the step that is being counted; 0 without routers."""
-        ratios = [float(load.max() / load.double().mean()) for load in self.loads.values() if load.sum()]
+        if not self.loads:
+            return 0.0, 0.0
+        loads_LE = torch.stack(list(self.loads.values())).double()
+        ratios_L = loads_LE.amax(1) / loads_LE.mean(1)
+        ratios = [ratio for ratio in ratios_L.tolist() if not math.isnan(ratio)]  # a layer without tokens has 0 / 0
         return (max(ratios), sum(ratios) / len(ratios)) if ratios else (0.0, 0.0)

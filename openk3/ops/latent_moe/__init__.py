@@ -1,0 +1,1 @@
+"""Stable LatentMoE by kernels: projections, routing, experts, and the weighted sum with its norm."""

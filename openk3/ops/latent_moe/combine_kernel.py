@@ -1,0 +1,114 @@
+"""Triton kernels around the experts: the weighted sum of each token's rows with its RMSNorm, and their gradients.
+
+Every sum over a token's k rows runs in the order of its choices, in float32.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sum_rows(y, row, weights, token, live, column, C: tl.constexpr, K: tl.constexpr):
+    """Sum over K of (weights times) each token's rows, in float32."""
+    inside = (column < C)[None, :]
+    total = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
+    for i in tl.static_range(K):
+        place = tl.load(row + token * K + i, mask=live, other=0).to(tl.int64)[:, None]
+        part = tl.load(y + place * C + column[None, :], mask=live[:, None] & inside, other=0.0).to(tl.float32)
+        if weights is not None:
+            part *= tl.load(weights + token * K + i, mask=live, other=0.0)[:, None]
+        total += part
+    return total
+
+
+@triton.jit(do_not_specialize=["T"])
+def combine_kernel(
+    y, row, weights, norm, u, out, inverse, T, eps,
+    C: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """u = sum_i p_i y[row_i] of each token; if wanted, out = RMSNorm(u) and the reciprocal of its root."""
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    live = token < T
+    column = tl.arange(0, BC)
+    there = live[:, None] & (column < C)[None, :]
+    at = token[:, None] * C + column[None, :]
+    value = _sum_rows(y, row, weights, token, live, column, C, K).to(u.dtype.element_ty)
+    tl.store(u + at, value, mask=there)
+    if out is not None:
+        wide = value.to(tl.float32)
+        root = tl.rsqrt(tl.sum(wide * wide, 1) / C + eps)
+        tl.store(inverse + token, root, mask=live)
+        weight = tl.load(norm + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
+        normal = (wide * root[:, None]).to(u.dtype.element_ty).to(tl.float32)
+        tl.store(out + at, (normal * weight).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["T", "programs"])
+def combine_backward_kernel(
+    d_out, u, inverse, norm, d_u, d_norm, T, programs, C: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr
+):
+    """d_u of the norm, and each program's share of d_norm [programs, C]; a program takes every programs-th token."""
+    column = tl.arange(0, BC)
+    weight = tl.load(norm + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([BC], tl.float32)
+    for step in range(tl.cdiv(T, programs * BT)):
+        token = (step * programs + tl.program_id(0)).to(tl.int64) * BT + tl.arange(0, BT)
+        live = token < T
+        there = live[:, None] & (column < C)[None, :]
+        at = token[:, None] * C + column[None, :]
+        root = tl.load(inverse + token, mask=live, other=0.0)[:, None]
+        normal = tl.load(u + at, mask=there, other=0.0).to(tl.float32) * root
+        d = tl.load(d_out + at, mask=there, other=0.0).to(tl.float32)
+        total += tl.sum(d * normal, 0)
+        d *= weight
+        along = tl.sum(d * normal, 1)[:, None] / C
+        tl.store(d_u + at, ((d - normal * along) * root).to(d_u.dtype.element_ty), mask=there)
+    tl.store(d_norm + tl.program_id(0) * C + column, total, mask=column < C)
+
+
+@triton.jit(do_not_specialize=["T", "M"])
+def slot_gradient_kernel(
+    d_rows, shares, row, d_z, d_weights, T, M,
+    C: tl.constexpr, BC: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """d_z, the sum of each token's rows, and d_weights [T, K], the sum over BLOCKS shares [BLOCKS, M] of each row."""
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    live = token < T
+    column = tl.arange(0, BC)
+    total = _sum_rows(d_rows, row, None, token, live, column, C, K)
+    at = token[:, None] * C + column[None, :]
+    tl.store(d_z + at, total.to(d_z.dtype.element_ty), mask=live[:, None] & (column < C)[None, :])
+    choice = tl.arange(0, CHOICES)
+    chosen = live[:, None] & (choice < K)[None, :]
+    slot = token[:, None] * K + choice[None, :]
+    place = tl.load(row + slot, mask=chosen, other=0)
+    grad = tl.zeros([BT, CHOICES], tl.float32)
+    for n in range(BLOCKS):
+        grad += tl.load(shares + n * M.to(tl.int64) + place, mask=chosen, other=0.0)
+    tl.store(d_weights + slot, grad, mask=chosen)
+
+
+def row_settings(width: int) -> dict[str, int]:
+    """Columns and rows of a program that holds whole rows of `width`: 4096 values of them, or one row."""
+    columns = max(16, triton.next_power_of_2(width))
+    return {"C": width, "BC": columns, "BT": max(1, 2048 // columns)}
+
+
+def row_warps(width: int) -> int:
+    """Warps for `row_settings`: 16 values a thread."""
+    return 8 if width > 2048 else 4
+
+
+def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """What the launchers compile in bfloat16 for latents of 3584 and 512; on every GPU the same."""
+    cases = []
+    for width, k, blocks in ((3584, 16, 24), (512, 8, 4)):
+        known = dict.fromkeys(("row",), "*i32") | dict.fromkeys(("weights", "inverse", "d_norm", "shares"), "*fp32")
+        known |= row_settings(width) | {"K": k, "CHOICES": triton.next_power_of_2(k), "BLOCKS": blocks, "eps": "fp32"}
+        known |= {"T": "i32", "M": "i32", "programs": "i32", "d_weights": "*fp32"}
+        for kernel in (combine_kernel, combine_backward_kernel, slot_gradient_kernel):
+            arguments = {name: known.get(name, "*bf16") for name in kernel.arg_names}
+            cases.append((kernel, arguments, {"num_warps": row_warps(width), "num_stages": 3}))
+    return cases

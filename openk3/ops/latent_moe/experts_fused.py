@@ -1,0 +1,203 @@
+"""The routed experts of a layer by kernels, as one differentiable function from latents to the normed weighted sum."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from openk3.ops.backend import on_device
+from openk3.ops.latent_moe import combine_kernel as rows_kernel
+from openk3.ops.latent_moe.experts_kernel import (
+    GROUP,
+    KERNELS,
+    WEIGHT_BLOCKS,
+    kind_of,
+    row_tiles,
+    rows_of_tile,
+)
+from openk3.ops.latent_moe.route_fused import Plan
+
+
+class Form(NamedTuple):
+    """Constants of a layer's experts."""
+
+    beta: float
+    linear_beta: float | None
+    eps: float  # of the norm behind the weighted sum
+
+
+class Sizes(NamedTuple):
+    """Shapes of a layer's experts, and how often a token is copied."""
+
+    C: int  # latent
+    I: int  # inner
+    E: int
+    k: int
+
+
+@lru_cache(maxsize=64)
+def kind(device: torch.device, dtype: torch.dtype) -> str:
+    """Which table of tiles a device takes; the interpreter acts as Hopper."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return kind_of(10 * major + minor, dtype.itemsize)
+
+
+def tile_rows(z_TC: Tensor, k: int, experts: int) -> int:
+    """Rows of a tile that `mix_experts` wants the plan to have."""
+    return rows_of_tile(len(z_TC) * k, experts, kind(z_TC.device, z_TC.dtype))
+
+
+class _Launch:
+    """Launches over the tiles of one plan."""
+
+    def __init__(self, plan: Plan, sizes: Sizes, form: Form, like: Tensor) -> None:
+        self.plan, self.sizes, self.form = plan, sizes, form
+        self.kind = kind(like.device, like.dtype)
+        M, (C, I, E, k) = len(plan.slot_M), sizes
+        self.constants = {"C": C, "I": I, "E": E, "K": k, "BETA": form.beta, "LINEAR": form.linear_beta, "GROUP": GROUP}
+        self.tiles = M // plan.tile + min(E, M)  # no plan has more
+
+    def blocks(self, name: str, width: int) -> int:
+        """Blocks of columns of a row product."""
+        return triton.cdiv(width, row_tiles(self.kind)[self.plan.tile][name].columns)
+
+    def rows(self, name: str, tensors: Sequence[Tensor | None], width: int, depth: int) -> None:
+        """A row product of `width` columns, a sum over `depth`."""
+        columns, deep, warps, stages = row_tiles(self.kind)[self.plan.tile][name]
+        plan, kernel = self.plan, KERNELS[name]
+        known = self.constants | {"BM": plan.tile, "BN": columns, "BK": deep}
+        flags = {x: known[x] for x in kernel.arg_names if x in known}
+        named = {"slot": plan.slot_M, "start": plan.start_X, "tile_expert": plan.tile_expert, "tile_row": plan.tile_row}
+        named |= {"tiles": self.tiles, "depth": depth, "M": len(plan.slot_M)}
+        tables = {x: named[x] for x in kernel.arg_names if x in named}
+        if self.tiles:
+            grid = (self.tiles * triton.cdiv(width, columns),)
+            kernel[grid](*tensors, **tables, **flags, num_warps=warps, num_stages=stages)
+
+    def weights(self, name: str, tensors: Sequence[Tensor], shape: tuple[int, int]) -> None:
+        """Gradients of every expert's matrices of one shape."""
+        rows, columns, deep, warps, stages = WEIGHT_BLOCKS[self.kind][name]
+        kernel = KERNELS[name]
+        known = self.constants | {"BM": rows, "BN": columns, "BK": deep}
+        flags = {x: known[x] for x in kernel.arg_names if x in known}
+        grid = (self.sizes.E * triton.cdiv(shape[0], rows) * triton.cdiv(shape[1], columns),)
+        kernel[grid](*tensors, self.plan.slot_M, self.plan.start_X, **flags, num_warps=warps, num_stages=stages)
+
+
+def _combine(y_MC: Tensor, plan: Plan, weights_Tk: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """(u, RMSNorm(u), reciprocal roots) of each token's weighted sum u."""
+    (T, k), C = weights_Tk.shape, y_MC.shape[1]
+    u, out = y_MC.new_empty(2, T, C).unbind()
+    inverse = weights_Tk.new_empty(T)
+    settings = rows_kernel.row_settings(C)
+    if T:
+        rows_kernel.combine_kernel[(triton.cdiv(T, settings["BT"]),)](
+            *(y_MC, plan.row_Tk, weights_Tk, norm_C, u, out, inverse, T, eps),
+            **settings,
+            K=k,
+            num_warps=rows_kernel.row_warps(C),
+        )
+    return u, out, inverse
+
+
+def _combine_backward(d_out: Tensor, u: Tensor, inverse: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of u and of the norm's weight."""
+    (T, C), settings = u.shape, rows_kernel.row_settings(u.shape[1])
+    programs = max(1, min(triton.cdiv(T, settings["BT"]), 4 * _multiprocessors(u.device)))
+    d_u, shares = torch.empty_like(u), inverse.new_empty(programs, C)
+    rows_kernel.combine_backward_kernel[(programs,)](
+        *(d_out, u, inverse, norm, d_u, shares, T, programs), **settings, num_warps=rows_kernel.row_warps(C)
+    )
+    return d_u, shares.sum(0).to(norm.dtype)
+
+
+def _slot_gradient(d_rows: Tensor, shares: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Gradients of the latents and of the weights."""
+    (T, k), (M, C) = plan.row_Tk.shape, d_rows.shape
+    d_z, d_weights = d_rows.new_empty(T, C), shares.new_empty(T, k)
+    settings = rows_kernel.row_settings(C)
+    if T:
+        rows_kernel.slot_gradient_kernel[(triton.cdiv(T, settings["BT"]),)](
+            *(d_rows, shares, plan.row_Tk, d_z, d_weights, T, M),
+            **settings,
+            K=k,
+            CHOICES=triton.next_power_of_2(k),
+            BLOCKS=len(shares),
+            num_warps=rows_kernel.row_warps(C),
+        )
+    return d_z, d_weights
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the interpreter acts as a small one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _plan(tables: list[Tensor], tile: int) -> Plan:
+    row, slot, start, tile_expert, tile_row = tables
+    return Plan(row, slot, start, tile_expert, tile_row, tile)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, form: Form, tile: int, *tensors: Tensor) -> Tensor:
+        z, weights, w1, w3, w2, norm, *tables = tensors
+        plan = _plan(tables, tile)
+        (E, I, C), k, M = w1.shape, weights.shape[1], len(plan.slot_M)
+        keep = any(ctx.needs_input_grad)
+        with on_device(z):
+            launch = _Launch(plan, Sizes(C, I, E, k), form, z)
+            act = z.new_empty(M, I)
+            gate, up = z.new_empty(2, M, I).unbind() if keep else (None, None)
+            launch.rows("gate_up", (z, w1, w3, gate, up, act), I, C)
+            y = z.new_empty(M, C)
+            launch.rows("down", (act, w2, y), C, I)
+            u, out, inverse = _combine(y, plan, weights, norm, form.eps)
+        if keep:
+            ctx.save_for_backward(*tensors, gate, up, u, inverse)
+            ctx.form, ctx.tile = form, tile
+        return out
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        z, weights, w1, w3, w2, norm, *tables, gate, up, u, inverse = ctx.saved_tensors
+        plan, wanted = _plan(tables, ctx.tile), ctx.needs_input_grad[2:]
+        (E, I, C), k, M = w1.shape, weights.shape[1], len(plan.slot_M)
+        d_w1 = d_w3 = d_w2 = d_z = d_weights = None
+        with on_device(z):
+            launch = _Launch(plan, Sizes(C, I, E, k), ctx.form, z)
+            d_u, d_norm = _combine_backward(grads[0].contiguous(), u, inverse, norm)
+            d_gate, d_up, scaled = z.new_empty(3, M, I).unbind()
+            shares = weights.new_empty(launch.blocks("act_gradient", I), M)
+            launch.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
+            if wanted[4]:
+                d_w2 = torch.empty_like(w2)
+                launch.weights("down_weight", (d_u, scaled, d_w2), (C, I))
+            if wanted[2] or wanted[3]:
+                d_w1, d_w3 = torch.empty_like(w1), torch.empty_like(w3)
+                launch.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), (I, C))
+            if wanted[0] or wanted[1]:
+                d_rows = z.new_empty(M, C)
+                launch.rows("row_gradient", (d_gate, d_up, w1, w3, d_rows), C, I)
+                d_z, d_weights = _slot_gradient(d_rows, shares, plan)
+        return None, None, d_z, d_weights, d_w1, d_w3, d_w2, d_norm, *[None] * len(tables)
+
+
+def mix_experts(
+    z_TC: Tensor, weights_Tk: Tensor, plan: Plan, experts: tuple[Tensor, Tensor, Tensor], norm: tuple[Tensor, Form]
+) -> Tensor:
+    """RMSNorm(sum_i p_i w2 SiTU-GLU(w1 z, w3 z)) over each token's k experts, [T, C] in z's format.
+
+    `experts` are w1 and w3 [E, I, C] and w2 [E, C, I], of z's format like the norm's weight; weights are float32.
+    """
+    weight_C, form = norm
+    tables = plan[:-1]
+    contiguous = (x.contiguous() for x in (z_TC, weights_Tk, *experts, weight_C))
+    return _Experts.apply(form, plan.tile, *contiguous, *tables)
