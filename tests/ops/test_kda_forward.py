@@ -61,6 +61,25 @@ def test_prepare(chunk: int, keys: str) -> None:
     assert all(off(getattr(got, name), getattr(want, name)) < 3e-6 for name in FIELDS)
 
 
+def test_prepare_rounds_with_care() -> None:
+    """In bfloat16: what rounding takes from an entry of the inverse the next token has; kr keeps what it loses apart."""
+    inputs = kda_inputs([64], H=2, K=16)
+    inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
+    inputs["beta_logit"], inputs["decay_logit"] = inputs["beta_logit"] + 6, inputs["decay_logit"] - 14
+    tokens, gate, _ = float32(inputs)
+    q, k, _, logit, beta = (x.bfloat16() for x in tokens)
+    exact = inputs | {"q": q.double(), "k": k.double(), "decay_logit": logit.double(), "beta_logit": beta.double()}
+    want = exact_prepare(tile_rows(exact, Cut.of([64], 32)))
+    span = tile_table((0, 64), q.device).sequences()
+    got = prepare(q, k, logit, beta, gate, span=span, backward=True)
+    assert off(got.inv, want.inv) < 3e-3
+    sums = (want.inv.bfloat16().double() - want.inv).sum(2), (got.inv.double() - want.inv).sum(2)
+    assert sums[1].norm() < 0.2 * sums[0].norm()
+    assert got.kr_rest is not None and off(got.kr, want.kr) > 1e-3
+    assert off(got.kr.double() + got.kr_rest.double(), want.kr) < 2e-5
+    assert prepare(q, k, logit, beta, gate, span=span).kr_rest is None
+
+
 def test_scan_outputs() -> None:
     """o, r, entering states, final states and saved ones, each where it belongs, from sequences and from a slab."""
     inputs = kda_inputs(LENGTHS, H=2, K=16, V=32)

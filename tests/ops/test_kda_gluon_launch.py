@@ -142,14 +142,14 @@ def test_prepare_in_gluon_gets_logits_as_a_matrix_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=100))
     monkeypatch.setattr(gluon_launch, "launch", lambda *arguments: seen.append(arguments))
     q, k, z = rows(), rows(), rows()
-    prepare_gluon.launch((q, k, z, *range(16)), 9, K=128, C=32)
+    prepare_gluon.launch((q, k, z, *range(17)), 9, K=128, C=32)
     ((kernel, programs, values, constants, _),) = seen
     names = [p.name for p in kernel.params]
     assert programs == 3 and names == [*names[: len(values)], *constants]
     named = dict(zip(names, values))
     assert named["q_ptr"] is q and named["k_ptr"] is k and named["logit_ptr"] is z and named["logit_d"].base is z
     assert named["logit_d"].shape == (70, 384) and named["logit_d"].block == (32, 128)
-    assert list(values[4:]) == [*range(16), 9, 1200] and names[4] == "beta_logit_ptr"
+    assert list(values[4:]) == [*range(17), 9, 1200] and names[4] == "beta_logit_ptr"
     assert names[len(values) - 2 : len(values)] == ["total", "ahead"]
 
 

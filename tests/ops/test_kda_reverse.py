@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kda_checks import kda_inputs
 from kda_tile_formulas import Cut, Workspace, prepare, reverse_scan, tile_rows
 from torch import Tensor
+from torch.nn.functional import pad
 
 from openk3.ops.kda import prepare_kernel, reverse_kernel
 from openk3.ops.kda.tiles import tile_table
@@ -23,21 +26,24 @@ def narrowed(space: Workspace, dtype: torch.dtype) -> prepare_kernel.Workspace:
     """A workspace as the kernels have it."""
     named = {name: getattr(space, name).to(dtype).contiguous() for name in ("nkd", "qd", "kr", "inv", "mqk")}
     vectors = {name: getattr(space, name).float().contiguous() for name in ("decay", "beta")}
-    return prepare_kernel.Workspace(**named, **vectors)
+    rest = None if dtype == torch.float32 else (space.kr - named["kr"].double()).to(dtype).contiguous()
+    return prepare_kernel.Workspace(**named, **vectors, kr_rest=rest)
 
 
 def scanned(
-    space: Workspace, d_o: Tensor, d_final: Tensor, lengths: list[int], dtype: torch.dtype, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dv, transposed gradients of the states and those of the first states, by the kernel, in poisoned memory."""
+    space: prepare_kernel.Workspace, v: Tensor, d_o: Tensor, d_final: Tensor, lengths: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dv, transposed gradients of the states, those of the first states and sums of dv v, in poisoned memory."""
+    dtype, chunk = space.nkd.dtype, space.nkd.shape[2]
     span = tile_table(bounds_of(lengths), torch.device("cpu"), chunk=chunk).sequences()
     (T, H, V), K = d_o.shape, space.nkd.shape[3]
     d_v = torch.full((T, H, V), torch.nan, dtype=dtype)
     d_states = torch.full((span.num_tiles, H, V, K), torch.nan, dtype=dtype)
     d_state = d_final.float().clone()
-    outputs = reverse_kernel.ReverseOutputs(d_v=d_v, d_states=d_states, d_entering=d_state)
-    reverse_kernel.reverse_scan(narrowed(space, dtype), d_o.to(dtype), span, d_state, outputs)
-    return d_v, d_states, d_state
+    along = torch.full((span.num_tiles, H, V // 16, chunk), torch.nan)
+    outputs = reverse_kernel.ReverseOutputs(d_v=d_v, d_states=d_states, d_entering=d_state, along=along)
+    reverse_kernel.reverse_scan(space, d_o.to(dtype), span, d_state, outputs, v_THV=v.to(dtype))
+    return d_v, d_states, d_state, along
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
@@ -51,10 +57,31 @@ def test_equals_formulas(chunk: int, dtype: torch.dtype, tolerance: float) -> No
     d_o, d_final = (
         torch.randn(inputs[name].shape, generator=generator, dtype=torch.float64) for name in ("v", "state")
     )
-    want = reverse_scan(space, d_o, d_final, cut)
-    for got, expected in zip(scanned(space, d_o, d_final, LENGTHS, dtype, chunk), want, strict=True):
+    d_v, d_states, d_state = reverse_scan(space, d_o, d_final, cut)
+    along = cut.spread(d_v * inputs["v"]).unflatten(3, (-1, 16)).sum(4).mT
+    found = scanned(narrowed(space, dtype), inputs["v"], d_o, d_final, LENGTHS)
+    for got, expected in zip(found, (d_v, d_states, d_state, along), strict=True):
         assert (got - expected).norm() < tolerance * expected.norm()
-    assert torch.equal(scanned(space, d_o, d_final, LENGTHS, dtype, chunk)[2][1], d_final[1].float())
+    assert torch.equal(found[2][1], d_final[1].float())
+
+
+def test_small_differences_of_large_gradients() -> None:
+    """Keys that are nearly one: gradients of values are what is left of what the states' gradients send to each."""
+    inputs = kda_inputs([32], H=2, K=16, V=32)
+    inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
+    inputs["beta_logit"], inputs["decay_logit"] = inputs["beta_logit"] + 6, inputs["decay_logit"] - 14
+    cut = Cut.of([32], 32)
+    space = prepare(tile_rows(inputs, cut))
+    generator = torch.Generator().manual_seed(1)
+    d_final = torch.randn(inputs["state"].shape, generator=generator, dtype=torch.float64)
+    want = reverse_scan(space, torch.zeros_like(inputs["v"]), d_final, cut)[0]
+    left = space.inv - space.inv.bfloat16()  # rounded as `prepare` does
+    narrow = narrowed(replace(space, inv=space.inv + pad(left[:, :, :-1], (0, 0, 1, 0))), torch.bfloat16)
+    errors = []
+    for given in (replace(narrow, kr_rest=torch.zeros_like(narrow.kr)), narrow):
+        got = scanned(given, inputs["v"], torch.zeros_like(inputs["v"]), d_final, [32])[0]
+        errors.append(float((got - want).norm() / want.norm()))
+    assert errors[1] < 0.3 * errors[0]
 
 
 def test_parts_folded_by_maps() -> None:
@@ -83,7 +110,7 @@ def test_parts_folded_by_maps() -> None:
     for low, high in ((4, P), (2, 4), (0, 2)):  # as slabs: sequences 2..4, then part of sequence 1, then the rest
         span = tiles.slab(low, high)
         rows = slice(span.tile_low, span.tile_low + span.num_tiles)
-        part = prepare_kernel.Workspace(**{name: x[rows] for name, x in vars(narrow).items()})
+        part = prepare_kernel.Workspace(**{name: x[rows] for name, x in vars(narrow).items() if x is not None})
         written = torch.full((high - low, H, K, V), torch.nan)
         reverse_kernel.reverse_scan(part, d_o.float(), span, None, reverse_kernel.ReverseOutputs(d_entering=written))
         inside = [n for n in range(5) if tiles.sequence_parts[n] < high and tiles.sequence_parts[n + 1] > low]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import check_kernels, on_device
 from openk3.ops.kda.fused import Forward, Plan, fused_forward, make_plan
-from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients, gate_gradients, tile_gradients
+from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients, tile_gradients
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.reference import KdaGate, check_gate, check_tokens, initial_states
 from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
@@ -79,12 +79,13 @@ def checkpointed_kda(
     given = (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH, *parameters, state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     plan = _plan(bounds, q_THK, positions, keep)
+    channels_H2K = None
     if keep and any(x.requires_grad for x in parameters):
-        logit_THK = _GateParameters.apply(logit_THK, *parameters)
+        logit_THK, channels_H2K = _GateParameters.apply(logit_THK, *parameters)
     q, k, v, logit, beta = (x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH))
     fixed = KdaGate(gate.A_log_H.detach().contiguous(), gate.dt_bias_HK.detach().contiguous(), gate.lower_bound)
     if keep:
-        return _FusedKda.apply(plan, fixed, q, k, v, logit, beta, state)
+        return _FusedKda.apply(plan, fixed, channels_H2K, q, k, v, logit, beta, state)
     result = _forward(plan, fixed, (q, k, v, logit, beta), state)
     return result.o_THV, result.final_NHKV, result.checkpoints_MHKV
 
@@ -105,34 +106,36 @@ def _forward(plan: Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | Non
 
 
 class _GateParameters(torch.autograd.Function):
-    """The decay logits as they are; in the backward pass their gradient becomes that of the gate's parameters, too.
+    """The decay logits as they are, and A_log and dt_bias of each channel [H, 2, K], to which the core gives gradients.
 
     Kept outside the core: whoever asks for gradients of activations first and of parameters later runs it once.
     """
 
     @staticmethod
-    def forward(ctx: Any, logit_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor) -> Tensor:
-        ctx.save_for_backward(logit_THK, A_log_H, dt_bias_HK)
-        return logit_THK.view_as(logit_THK)
+    def forward(ctx: Any, logit_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.formats = A_log_H.dtype, dt_bias_HK.dtype
+        channels = torch.stack((A_log_H[:, None].expand_as(dt_bias_HK).float(), dt_bias_HK.float()), 1)
+        return logit_THK.view_as(logit_THK), channels
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logit_THK, A_log_H, dt_bias_HK = ctx.saved_tensors
-        d_A_log, d_bias = None, None
-        if any(ctx.needs_input_grad[1:]):
-            with on_device(logit_THK):
-                d_A_log, d_bias = gate_gradients(logit_THK.contiguous(), grads[0].contiguous(), dt_bias_HK.contiguous())
-            d_A_log, d_bias = d_A_log.to(A_log_H.dtype), d_bias.to(dt_bias_HK.dtype)
-        return grads[0], d_A_log, d_bias
+        d_logit_THK, d_channels_H2K = grads
+        d_A_log, d_dt_bias = d_channels_H2K.unbind(1)
+        return d_logit_THK, d_A_log.sum(1).to(ctx.formats[0]), d_dt_bias.to(ctx.formats[1])
 
 
 class _FusedKda(torch.autograd.Function):
-    """The core: gradients of the tokens and of the initial states, the gate's parameters being constants."""
+    """The core: gradients of the tokens, of the initial states and of the gate's parameters, channel by channel.
+
+    The latter are constants but for `channels`, which says that somebody wants their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, gate: KdaGate, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, plan: Plan, gate: KdaGate, channels: Tensor | None, *inputs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         *tokens, state = inputs
         result = _forward(plan, gate, tuple(tokens), state)
         ctx.plan, ctx.lower_bound = plan, gate.lower_bound
@@ -148,16 +151,17 @@ class _FusedKda(torch.autograd.Function):
         *tokens, A_log, dt_bias, entering, maps = ctx.saved_tensors
         passed = _Backward(ctx.plan, tuple(tokens), KdaGate(A_log, dt_bias, ctx.lower_bound), entering, maps)
         with on_device(d_o):
-            out, d_state = passed.run(d_o.contiguous(), d_final)
+            out, d_state, d_channels = passed.run(d_o.contiguous(), d_final)
         return (
             None,
             None,
+            d_channels if ctx.needs_input_grad[2] else None,
             out.d_q,
             out.d_k,
             out.d_v,
             out.d_logit,
             out.d_beta,
-            d_state if ctx.needs_input_grad[7] else None,
+            d_state if ctx.needs_input_grad[8] else None,
         )
 
 
@@ -171,28 +175,32 @@ class _Backward:
     entering_PHKV: Tensor | None
     maps_PHRK: Tensor | None
 
-    def run(self, d_o_THV: Tensor, d_final_NHKV: Tensor) -> tuple[TokenGradients, Tensor]:
-        """Gradients of the tokens and of the initial states."""
+    def run(self, d_o_THV: Tensor, d_final_NHKV: Tensor) -> tuple[TokenGradients, Tensor, Tensor]:
+        """Gradients of the tokens, of the initial states and, [H, 2, K] float32, of A_log and dt_bias by channel."""
         out = TokenGradients(*(torch.empty_like(x) for x in self.tokens))
         d_state_NHKV = d_final_NHKV.clone(memory_format=torch.contiguous_format)
-        for low, high in _slabs(self.plan, self.tokens[0].shape[1]):
-            self._slab(low, high, d_o_THV, d_state_NHKV, out)
-        return out, d_state_NHKV
+        _, H, K = self.tokens[0].shape
+        d_channels_H2K = d_o_THV.new_zeros(H, 2, K, dtype=torch.float32)
+        for low, high in _slabs(self.plan, H):
+            d_channels_H2K += self._slab(low, high, d_o_THV, d_state_NHKV, out).sum(0)
+        return out, d_state_NHKV, d_channels_H2K
 
-    def _slab(self, low: int, high: int, d_o_THV: Tensor, d_state_NHKV: Tensor, out: TokenGradients) -> None:
+    def _slab(self, low: int, high: int, d_o_THV: Tensor, d_state_NHKV: Tensor, out: TokenGradients) -> Tensor:
+        """Gradients of the tokens of parts [low, high) and of the states that enter them; returns those of the gate."""
         q, k, v, logit, beta = self.tokens
         span = self.plan.tiles.slab(low, high)
-        workspace = prepare(q, k, logit, beta, self.gate, span=span)
-        X, H, _, K = workspace.qd.shape
-        states, d_states = workspace.qd.new_empty(2, X, H, v.shape[2], K)
-        writes = workspace.qd.new_empty(span.num_tokens, *v.shape[1:])
+        workspace = prepare(q, k, logit, beta, self.gate, span=span, backward=True)
+        (X, H, C, K), V = workspace.qd.shape, v.shape[2]
+        states, d_states = workspace.qd.new_empty(2, X, H, V, K)
+        writes = workspace.qd.new_empty(span.num_tokens, H, V)
+        along = workspace.beta.new_empty(X, H, V // 16, C)
         entering = None if self.entering_PHKV is None else self.entering_PHKV[low:high]
         scan(workspace, v, span, entering, ScanOutputs(r=writes, states=states))
         d_leaving, d_entering = self._leaving(low, high, workspace, span, d_o_THV=d_o_THV, d_state_NHKV=d_state_NHKV)
-        outputs = ReverseOutputs(d_v=out.d_v, d_states=d_states, d_entering=d_entering)
-        reverse_scan(workspace, d_o_THV, span, d_leaving, outputs)
-        scanned = Scanned(writes, states, d_states, d_o_THV, out.d_v)
-        tile_gradients(self.tokens, self.gate, scanned, out, span=span)
+        outputs = ReverseOutputs(d_v=out.d_v, d_states=d_states, d_entering=d_entering, along=along)
+        reverse_scan(workspace, d_o_THV, span, d_leaving, outputs, v_THV=v)
+        scanned = Scanned(writes, states, d_states, d_o_THV, out.d_v, along)
+        return tile_gradients(self.tokens, self.gate, scanned, out, span=span)
 
     def _leaving(
         self, low: int, high: int, workspace: Workspace, span: Span, *, d_o_THV: Tensor, d_state_NHKV: Tensor

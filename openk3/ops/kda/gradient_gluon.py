@@ -34,19 +34,19 @@ def tile_gradients(
     out: TokenGradients,
     *,
     span: Span,
-) -> None:
-    """As `gradient_kernel.tile_gradients`, for bfloat16 and K = V = 128."""
+) -> Tensor:
+    """As `gradient_kernel.tile_gradients`, for bfloat16, K = V = 128 and at least one tile."""
     q, k, _, logit, beta = tokens
     (_, H, K), V, C = q.shape, scanned.writes.shape[2], span.chunk
-    if span.num_tiles * H == 0:
-        return
+    d_gate = scanned.along.new_empty(span.num_tiles, H, 2, K)
     rows = [matrix(x, H * K, (C, K)) for x in (q, k, logit, out.d_q, out.d_k, out.d_logit)]
     values = [matrix(x, H * V, (C, V)) for x in (scanned.writes, scanned.d_o, scanned.d_v)]
     states = [matrix(x, K, (V, K)) for x in (scanned.states, scanned.d_states)]
-    arguments = [*rows, *values, *states, out.d_q, out.d_k, out.d_logit, out.d_beta]
+    arguments = [*rows, *values, *states, scanned.along, out.d_q, out.d_k, out.d_logit, out.d_beta, d_gate]
     arguments += [beta, gate.A_log_H, gate.dt_bias_HK, span.start_X, span.length_X]
     arguments += [span.token_low, gate.lower_bound, K**-0.5, H]
     launch(gradient_kernel, span.num_tiles * H, arguments, {"K": K, "V": V, "C": C}, settings())
+    return d_gate
 
 
 def settings() -> dict[str, int]:
@@ -192,16 +192,12 @@ def _put(x, buffer, out_d, out_ptr, start, length, head, H):
 
 
 @gluon.jit
-def _put_beta(along, beta_ptr, d_beta_ptr, start, length, head, H):
-    """Write the gradients of the beta logits of a tile: sums of the writes' gradients times them, over beta.
-
-    (1 - beta) / beta is exp(-x) of the logit x; along falls as beta^2, so nothing is lost where that is limited.
-    """
-    token = gl.arange(0, along.shape[0], layout=along.type.layout)
-    at = (start.to(gl.int64) + token) * H + head
-    x = gl.load(beta_ptr + at, mask=token < length, other=0.0).to(gl.float32)
-    d_beta = along * gl.exp2(gl.minimum(x * -1.4426950408889634, 80.0))
-    gl.store(d_beta_ptr + at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
+def _along(along_ptr, program, V: gl.constexpr, C: gl.constexpr):
+    """Parts [V / 16, C] of the sums over values of their gradients times them, as the reverse scan left them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, C // 4], [0, 1])
+    part = gl.arange(0, V // 16, layout=gl.SliceLayout(1, layout))
+    token = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    return gl.load(along_ptr + program * (V // 16 * C) + (part * C)[:, None] + token[None, :])
 
 
 @gluon.jit(
@@ -220,10 +216,12 @@ def gradient_kernel(
     d_v_d,
     states_d,
     d_states_d,
+    along_ptr,
     d_q_ptr,
     d_k_ptr,
     d_logit_ptr,
     d_beta_ptr,
+    d_gate_ptr,
     beta_ptr,
     a_log_ptr,
     bias_ptr,
@@ -245,6 +243,7 @@ def gradient_kernel(
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     over_c: gl.constexpr = gl.SliceLayout(0, wide)
     over_k: gl.constexpr = gl.SliceLayout(1, wide)
+    over_columns: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([K // 8, 1], [8, 4], [1, C // 4], [0, 1]))
     program = gl.program_id(0)
     tile = program // H
     head = program % H
@@ -258,6 +257,12 @@ def gradient_kernel(
     logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), tokens_bar)
     u_s, d_o_s, d_r_s = _fetch((writes_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), values_bar)
     states_s, d_states_s = _fetch((states_d, d_states_d), ((program * V, 0), (program * V, 0)), states_bar)
+
+    # What the gradients of the beta logits need.
+    token = gl.arange(0, C, layout=over_columns)
+    beta_at = (start.to(gl.int64) + token) * H + head
+    beta_x = gl.load(beta_ptr + beta_at, mask=token < length, other=0.0).to(gl.float32)
+    along = _along(along_ptr, program, V, C)
 
     # The gate, and the norms of the rows.
     live = gl.arange(0, C, layout=over_c) < length
@@ -276,10 +281,7 @@ def gradient_kernel(
     none = gl.zeros([C, C], gl.float32, layout=square)
     mbarrier.wait(values_bar, 0)
     _clear((u_s, d_o_s, d_r_s), length, rows)
-    u = u_s.load(rows).to(gl.float32)
-    along = gl.sum(d_r_s.load(rows).to(gl.float32) * u, 1)
-    own = gl.sum(d_o_s.load(rows).to(gl.float32) * u, 1)
-    _put_beta(along, beta_ptr, d_beta_ptr, start, length, head, H)
+    own = gl.sum(d_o_s.load(rows).to(gl.float32) * u_s.load(rows).to(gl.float32), 1)
     u_t = u_s.permute((1, 0)).load(second)
     d_mqk = mma_v2(d_o_s.load(first), u_t, none)
     d_keys = mma_v2(d_r_s.load(first), u_t, none)
@@ -344,7 +346,12 @@ def gradient_kernel(
     d_ki = warpgroup_mma(gl.convert_layout(qd, left), d_mqk_s, d_ki, is_async=True)
     d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     d_kd, d_ki = warpgroup_mma_wait(1, (d_kd, d_ki))
-    d_log = d_kd * kd.to(gl.float32) - d_ki * ki.to(gl.float32)
+    d_log = d_kd * kd.to(gl.float32)
+    # Of all that a token reads, its value counts for it and what its key finds against it; 1 - beta is exact.
+    d_read = gl.convert_layout(gl.sum(along, 0), over_columns) + _column_sums(d_log, scratch_s) * size
+    d_beta = d_read / (1.0 + gl.exp2(beta_x * 1.4426950408889634))
+    gl.store(d_beta_ptr + beta_at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
+    d_log -= d_ki * ki.to(gl.float32)
     total = total_s.load(wide)
     d_k = d_kd * gl.exp2(total) + d_ki * gl.exp2(-total)
     d_qd = warpgroup_mma_wait(0, (d_qd,))
@@ -368,7 +375,11 @@ def gradient_kernel(
     x, slope = _exponent(logit_s, a_log_ptr, bias_ptr, head)
     tail = gl.exp2(gl.abs(x) * -1.4426950408889634)
     share = 1.0 / (1.0 + tail)
-    d_logit = d_log * (tail * share * share * slope) * (bound * size)
+    d_x = gl.where(live[None, :], d_log * (tail * share * share) * (bound * size), zero)
+    channel = gl.arange(0, K, layout=over_k)
+    gl.store(d_gate_ptr + program * (2 * K) + channel, gl.sum(d_x * x, 1))
+    gl.store(d_gate_ptr + program * (2 * K) + K + channel, gl.sum(d_x, 1) * slope)
+    d_logit = d_x * slope
     _put(d_logit.to(io), logit_s, d_logit_d, d_logit_ptr, start, length, head, H)
     q = _row(q_s, q_norm, wide)
     k = _row(k_s, k_norm, wide)
@@ -391,6 +402,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "logit_d", "d_q_d", "d_k_d", "d_logit_d"), tile)
     given |= dict.fromkeys(("writes_d", "d_o_d", "d_v_d"), tile) | dict.fromkeys(("states_d", "d_states_d"), state)
     given |= dict.fromkeys(("d_q_ptr", "d_k_ptr", "d_logit_ptr", "d_beta_ptr", "beta_ptr"), "*bf16")
+    given |= dict.fromkeys(("along_ptr", "d_gate_ptr"), "*fp32")
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
     return [(gradient_kernel, given, settings())]

@@ -13,8 +13,6 @@ from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
 
-_PIECE = 256  # tokens that one program sums
-
 
 @dataclass(frozen=True)
 class Scanned:
@@ -25,6 +23,7 @@ class Scanned:
     d_states: Tensor  # [X, H, V, K]
     d_o: Tensor  # [T, H, V]
     d_v: Tensor  # [T, H, V]
+    along: Tensor  # [X, H, V / 16, C] float32: sums of d_v times v over each 16 channels
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,26 @@ def tile_gradients(
     out: TokenGradients,
     *,
     span: Span,
-) -> None:
-    """Gradients of q, k, decay logits and beta logits of the span's tokens; tokens: contiguous, as in the forward."""
+) -> Tensor:
+    """Gradients of q, k, decay logits and beta logits of the span's tokens; tokens: contiguous, as in the forward.
+
+    Returns what each tile gives to the gradients of A_log, channel by channel, and of dt_bias: [X, H, 2, K] float32. A
+    logit enters the gate as exp(A_log) * (logit + dt_bias): so dt_bias gets the sum over tokens of their gradients, and
+    A_log that of each times what it multiplies.
+    """
     q_THK, k_THK, _, logit_THK, beta_TH = tokens
     (_, H, K), V = q_THK.shape, scanned.writes.shape[2]
     exact = scanned.writes.dtype == torch.float32
-    if span.num_tiles * H == 0:
-        return
-    if _suits_hopper(tokens, gate, scanned, span):
+    if span.num_tiles * H and _suits_hopper(tokens, gate, scanned, span):
         from openk3.ops.kda import gradient_gluon
 
-        gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span)
-    else:
+        return gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span)
+    d_gate = scanned.along.new_empty(span.num_tiles, H, 2, K)
+    if span.num_tiles * H:
         gradient_kernel[(span.num_tiles * H,)](
             *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
-            *(scanned.writes, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states),
-            *(out.d_q, out.d_k, out.d_logit, out.d_beta),
+            *(scanned.writes, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states, scanned.along),
+            *(out.d_q, out.d_k, out.d_logit, out.d_beta, d_gate),
             *(span.start_X, span.length_X, span.token_low, gate.lower_bound, K**-0.5, H),
             K=K,
             V=V,
@@ -68,6 +71,7 @@ def tile_gradients(
             EXACT=exact,
             **settings(K, V, compute_capability(q_THK.device), exact=exact),
         )
+    return d_gate
 
 
 def _suits_hopper(tokens: tuple[Tensor, ...], gate: KdaGate, scanned: Scanned, span: Span) -> bool:
@@ -82,23 +86,6 @@ def _suits_hopper(tokens: tuple[Tensor, ...], gate: KdaGate, scanned: Scanned, s
         and beta.dtype == torch.bfloat16
         and gate.A_log_H.dtype == gate.dt_bias_HK.dtype == torch.float32
     )
-
-
-def gate_gradients(logit_THK: Tensor, d_logit_THK: Tensor, dt_bias_HK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of A_log [H] and dt_bias [H, K] from that of the decay logits, in float32.
-
-    The logits enter the gate as exp(A_log) * (logit + dt_bias): so dt_bias gets their sum over tokens, and A_log that
-    of each times what it multiplies. Tokens are summed in pieces, and the pieces in one fixed order.
-    """
-    T, H, K = logit_THK.shape
-    pieces = triton.cdiv(T, _PIECE)
-    d_bias = torch.empty(pieces, H, K, dtype=torch.float32, device=logit_THK.device)
-    d_slope = torch.empty(pieces, H, K, dtype=torch.float32, device=logit_THK.device)
-    if pieces * H:
-        gate_gradient_kernel[(pieces * H,)](
-            *(logit_THK, d_logit_THK, dt_bias_HK, d_bias, d_slope, T, H), K=K, ROWS=32, PIECE=_PIECE, num_warps=4
-        )
-    return d_slope.sum((0, 2)), d_bias.sum(0)
 
 
 def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int]:
@@ -120,18 +107,9 @@ def _columns(first, tokens, live):
 
 
 @triton.jit
-def _gate(first, tokens, live, slope, shift):
-    """Sigmoid of the gate, [K, C]; zero behind the tile's last token."""
-    opened = 1.0 / (1.0 + tl.exp2((_columns(first, tokens, live) * slope + shift[:, None]) * -1.4426950408889634))
-    return tl.where(live[None, :], opened, 0.0)
-
-
-@triton.jit
-def _gate_slope(first, tokens, live, slope, shift):
-    """Derivative of that sigmoid in the logit, exact to float32 even where the sigmoid is nearly 0 or 1."""
-    small = tl.exp2(tl.abs(_columns(first, tokens, live) * slope + shift[:, None]) * -1.4426950408889634)
-    share = 1.0 / (1.0 + small)
-    return small * share * share * slope
+def _exponent(first, tokens, live, slope, shift):
+    """What the gate's sigmoid takes, [K, C]."""
+    return _columns(first, tokens, live) * slope + shift[:, None]
 
 
 @triton.jit
@@ -165,10 +143,12 @@ def gradient_kernel(
     d_o_ptr,
     states_ptr,
     d_states_ptr,
+    along_ptr,
     d_q_ptr,
     d_k_ptr,
     d_logit_ptr,
     d_beta_ptr,
+    d_gate_ptr,
     start_ptr,
     length_ptr,
     token_low,
@@ -195,7 +175,6 @@ def gradient_kernel(
     d_qd = tl.zeros([K, C], tl.float32)
     d_kd = tl.zeros([K, C], tl.float32)
     d_kr = tl.zeros([K, C], tl.float32)
-    along = tl.zeros([C], tl.float32)
     carried = tl.zeros([K], tl.float32)
     column = tl.arange(0, BV)
     values = (start * H + head) * V
@@ -210,7 +189,6 @@ def gradient_kernel(
         entering = tl.load(states_ptr + state + v * K + block)
         d_leaving = tl.load(d_states_ptr + state + v * K + block)
         carried += tl.sum(entering.to(tl.float32) * d_leaving.to(tl.float32), 0)
-        along += tl.sum(d_r.to(tl.float32) * write.to(tl.float32), 1)
         d_mqk = tl.dot(d_o, tl.trans(write), d_mqk, input_precision=precision)
         d_keys = tl.dot(d_r, tl.trans(write), d_keys, input_precision=precision)
         d_qd = tl.dot(tl.trans(entering), tl.trans(d_o), d_qd, input_precision=precision)
@@ -238,7 +216,9 @@ def gradient_kernel(
     slope = tl.minimum(tl.exp2(tl.load(a_log_ptr + head).to(tl.float32) * 1.4426950408889634), 1e30)
     shift = tl.load(bias_ptr + head * K + channel).to(tl.float32) * slope
     upper = tl.where(c[:, None] <= c[None, :], 1.0, 0.0).to(io)
-    gate = _gate(logit_at, tokens, live, slope, shift) * (bound * 1.4426950408889634)
+    x = _exponent(logit_at, tokens, live, slope, shift)
+    gate = (bound * 1.4426950408889634) / (1.0 + tl.exp2(x * -1.4426950408889634))
+    gate = tl.where(live[None, :], gate, 0.0)
     middle = 0.5 * tl.sum(gate, 1)
     total = _sums(gate, upper, 3) - middle[:, None]
     half = tl.exp2(middle)
@@ -252,6 +232,13 @@ def gradient_kernel(
     kd = (k * k_norm[None, :] * tl.exp2(total)).to(io)
     d_kd = tl.dot(ki, tl.trans(d_keys), d_kd * -shrink * half[:, None], input_precision=precision)
     d_log = d_kd * kd.to(tl.float32)
+    # Of what a token reads, its value counts for it and what its key finds against it. 1 - beta is exact.
+    part = tl.arange(0, V // 16)
+    d_read = tl.sum(tl.load(along_ptr + (program * (V // 16) + part[:, None]) * C + c[None, :]), 0)
+    d_read += tl.sum(d_log, 0) * size
+    beta_logit = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
+    d_beta = d_read / (1.0 + tl.exp2(beta_logit * 1.4426950408889634))
+    tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
     d_k = d_kd * tl.exp2(total)
     d_qd = tl.dot(ki, tl.trans(d_mqk), d_qd * shrink * half[:, None], input_precision=precision)
     q = _columns(q_at, tokens, live)
@@ -265,7 +252,13 @@ def gradient_kernel(
     d_q = d_qd * (tl.exp2(total) * scale)
 
     d_log = _sums(d_log, tl.trans(upper), 2) + carried[:, None]
-    d_logit = d_log * _gate_slope(logit_at, tokens, live, slope, shift) * (bound * size)
+    x = _exponent(logit_at, tokens, live, slope, shift)
+    small = tl.exp2(tl.abs(x) * -1.4426950408889634)  # the sigmoid's derivative, exact even where it is nearly 0 or 1
+    share = 1.0 / (1.0 + small)
+    d_x = tl.where(live[None, :], d_log * (small * share * share) * (bound * size), 0.0)
+    tl.store(d_gate_ptr + program * (2 * K) + channel, tl.sum(d_x * x, 1))
+    tl.store(d_gate_ptr + program * (2 * K) + K + channel, tl.sum(d_x, 1) * slope)
+    d_logit = d_x * slope
     tl.store(d_logit_ptr + keys + tokens, tl.trans(d_logit.to(d_logit_ptr.dtype.element_ty)), mask=live[:, None])
     q = _columns(q_at, tokens, live) * q_norm[None, :]
     k = _columns(k_at, tokens, live) * k_norm[None, :]
@@ -275,42 +268,6 @@ def gradient_kernel(
     d_k += q * own[None, :]
     d_k = (d_k - k * tl.sum(d_k * k, 0)[None, :]) * (k_norm * size)[None, :]
     tl.store(d_k_ptr + keys + tokens, tl.trans(d_k.to(d_k_ptr.dtype.element_ty)), mask=live[:, None])
-    # (1 - beta) / beta is exp(-x) of the logit x; along falls as beta^2, so nothing is lost where that is limited.
-    beta_logit = tl.load(beta_ptr + (start + c) * H + head, mask=live, other=0.0).to(tl.float32)
-    d_beta = along * tl.exp2(tl.minimum(beta_logit * -1.4426950408889634, 80.0))
-    tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit(do_not_specialize=["T", "H"])
-def gate_gradient_kernel(
-    logit_ptr,
-    d_logit_ptr,
-    bias_ptr,
-    d_bias_ptr,
-    d_slope_ptr,
-    T,
-    H,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """One piece of the tokens of one head: sums over its tokens, each channel by itself."""
-    program = tl.program_id(0).to(tl.int64)
-    piece, head = program // H, program % H
-    row, channel = tl.arange(0, ROWS), tl.arange(0, K)
-    bias = tl.load(bias_ptr + head * K + channel).to(tl.float32)
-    d_bias = tl.zeros((ROWS, K), tl.float32)
-    d_slope = tl.zeros((ROWS, K), tl.float32)
-    for first in range(0, PIECE, ROWS):
-        token = piece * PIECE + first + row
-        at = (token[:, None] * H + head) * K + channel[None, :]
-        live = (token < T)[:, None]
-        d_logit = tl.load(d_logit_ptr + at, mask=live, other=0.0).to(tl.float32)
-        logit = tl.load(logit_ptr + at, mask=live, other=0.0).to(tl.float32)
-        d_bias += d_logit
-        d_slope += d_logit * (logit + bias[None, :])
-    tl.store(d_bias_ptr + program * K + channel, tl.sum(d_bias, 0))
-    tl.store(d_slope_ptr + program * K + channel, tl.sum(d_slope, 0))
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -318,12 +275,11 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     tokens = ["q", "k", "logit", "beta", "writes", "d_v", "d_o", "states", "d_states"]
     tokens += ["d_q", "d_k", "d_logit", "d_beta"]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
-    given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
+    given |= dict.fromkeys(("a_log_ptr", "bias_ptr", "along_ptr", "d_gate_ptr"), "*fp32")
+    given |= {"start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "C": 32, "EXACT": False}
     cases = []
     for K, V in ((128, 128), (64, 64), (64, 128)) if arch == 90 else ((128, 128),):
         options = settings(K, V, arch)
         cases.append((gradient_kernel, given | {"K": K, "V": V, "BV": options.pop("BV")}, options))
-    sums: dict[str, Any] = {"logit_ptr": "*bf16", "d_logit_ptr": "*bf16", "bias_ptr": "*fp32"}
-    sums |= {"d_bias_ptr": "*fp32", "d_slope_ptr": "*fp32", "T": "i32", "H": "i32", "K": 128, "ROWS": 32}
-    return [*cases, (gate_gradient_kernel, sums | {"PIECE": _PIECE}, {"num_warps": 4})]
+    return cases

@@ -35,6 +35,7 @@ class Workspace:
     mqk: Tensor  # [X, H, C, C]
     decay: Tensor  # [X, H, K] float32
     beta: Tensor  # [X, H, C] float32, zero behind a tile's last token
+    kr_rest: Tensor | None = None  # [X, H, C, K]: what rounding left of kr, for reverse scans; None in float32
 
 
 def workspace_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,13 +44,24 @@ def workspace_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def prepare(
-    q_THK: Tensor, k_THK: Tensor, decay_logit_THK: Tensor, beta_logit_TH: Tensor, gate: KdaGate, *, span: Span
+    q_THK: Tensor,
+    k_THK: Tensor,
+    decay_logit_THK: Tensor,
+    beta_logit_TH: Tensor,
+    gate: KdaGate,
+    *,
+    span: Span,
+    backward: bool = False,
 ) -> Workspace:
-    """Workspace of the tiles of `span`; tokens are all tokens, contiguous. The gate must be bounded."""
+    """Workspace of the tiles of `span`; tokens are all tokens, contiguous. The gate must be bounded.
+
+    `backward`: for reverse scans as well.
+    """
     _, H, K = q_THK.shape
     X, C = span.num_tiles, span.chunk
     dtype = workspace_dtype(q_THK.dtype)
-    workspace = _empty_workspace((X, H, C, K), dtype, q_THK.device)
+    rest = backward and dtype != torch.float32
+    workspace = _empty_workspace((X, H, C, K), dtype, q_THK.device, rest=rest)
     if X * H == 0:
         return workspace
     assert gate.lower_bound is not None
@@ -57,7 +69,7 @@ def prepare(
     bound = gate.lower_bound * _LOG2E
     arguments = (
         *(q_THK, k_THK, decay_logit_THK, beta_logit_TH, gate.A_log_H, gate.dt_bias_HK),
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, span.start_X, span.length_X),
+        *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, span.start_X, span.length_X),
         *(bound, float(round(bound * C / 2)), K**-0.5, H),
     )
     if dtype == torch.bfloat16 and (K, C) == (128, 32) and prefers_gluon(q_THK.device):
@@ -70,11 +82,13 @@ def prepare(
     return workspace
 
 
-def _empty_workspace(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Workspace:
-    """Two allocations cut into seven tensors, which takes the host half as long as seven allocations."""
+def _empty_workspace(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, rest: bool
+) -> Workspace:
+    """Two allocations cut into seven or eight tensors, which takes the host half as long as one for each."""
     X, H, C, K = shape
     rows, matrix = X * H * C * K, X * H * C * C
-    narrow = torch.empty(3 * rows + 2 * matrix, dtype=dtype, device=device)
+    narrow = torch.empty((4 if rest else 3) * rows + 2 * matrix, dtype=dtype, device=device)
     wide = torch.empty(X * H * (K + C), dtype=torch.float32, device=device)
     row_strides, matrix_strides = (H * C * K, C * K, K, 1), (H * C * C, C * C, C, 1)
     return Workspace(
@@ -85,6 +99,7 @@ def _empty_workspace(shape: tuple[int, int, int, int], dtype: torch.dtype, devic
         mqk=narrow.as_strided((X, H, C, C), matrix_strides, 3 * rows + matrix),
         decay=wide.as_strided((X, H, K), (H * K, K, 1)),
         beta=wide.as_strided((X, H, C), (H * C, C, 1), X * H * K),
+        kr_rest=narrow.as_strided(shape, row_strides, 3 * rows + 2 * matrix) if rest else None,
     )
 
 
@@ -150,6 +165,7 @@ def prepare_kernel(
     nkd_ptr,
     qd_ptr,
     kr_ptr,
+    kr_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
@@ -202,7 +218,10 @@ def prepare_kernel(
     rows = program * (C * K) + token * K + channel[None, None, :]
     tl.store(nkd_ptr + rows, (kd * -back).to(io))
     tl.store(qd_ptr + rows, (qd * back).to(io))
-    tl.store(kr_ptr + rows, (ki * _exp2(last - middle)[None, None, :]).to(io))
+    kr = ki * _exp2(last - middle)[None, None, :]
+    tl.store(kr_ptr + rows, kr.to(io))
+    if kr_rest_ptr is not None:
+        tl.store(kr_rest_ptr + rows, (kr - kr.to(io).to(tl.float32)).to(io))
     tl.store(decay_ptr + program * K + channel, _exp2(last))
 
     c = tl.arange(0, C)
@@ -216,6 +235,12 @@ def prepare_kernel(
     tl.store(mqk_ptr + square, tl.where(c[:, None] >= c[None, :], queries, 0.0).to(io))
     lower = tl.where(c[:, None] > c[None, :], keys * beta[:, None], 0.0)
     inverse = _unit_lower_inverse(lower, C, EXACT)
+    if not EXACT:
+        # Each entry is rounded with what rounding left of the one above it: then what tokens make of a write adds up
+        # to what was written. With keys that are nearly one this is as good as a format of twice the digits.
+        left = inverse - inverse.to(io).to(tl.float32)
+        below = tl.where(c[:, None] == c[None, :] + 1, 1.0, 0.0)
+        inverse += tl.dot(below, left, input_precision=precision)
     tl.store(inv_ptr + square, inverse.to(io))
 
 
@@ -232,4 +257,5 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         "scale": "fp32",
         "H": "i32",
     }
-    return [(prepare_kernel, arguments | {"K": 128, "C": 32, "EXACT": False}, settings())]
+    arguments |= {"K": 128, "C": 32, "EXACT": False}
+    return [(prepare_kernel, arguments | {"kr_rest_ptr": rest}, settings()) for rest in ("*bf16", None)]

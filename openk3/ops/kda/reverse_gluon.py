@@ -22,7 +22,13 @@ from openk3.ops.kda.tiles import Span
 
 
 def reverse_scan(
-    workspace: Workspace, d_o_THV: Tensor, span: Span, d_leaving_PHKV: Tensor | None, outputs: ReverseOutputs
+    workspace: Workspace,
+    d_o_THV: Tensor,
+    span: Span,
+    d_leaving_PHKV: Tensor | None,
+    outputs: ReverseOutputs,
+    *,
+    v_THV: Tensor | None,
 ) -> None:
     """As `reverse_kernel.reverse_scan`, for bfloat16 and K = V = 128."""
     _, H, V = d_o_THV.shape
@@ -31,11 +37,14 @@ def reverse_scan(
         return
     options = settings()
     constants = {"K": K, "V": V, "C": C, "STAGES": options.pop("STAGES")}
-    tiles = [matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr)] + [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
+    assert w.kr_rest is not None
+    tiles = [matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr, w.kr_rest)]
+    tiles += [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
     arguments = [
         *(*tiles, matrix(w.decay, K, (1, K)), matrix(w.beta, C, (1, C)), matrix(d_o_THV, H * V, (C, V))),
+        None if out.along is None or v_THV is None else matrix(v_THV, H * V, (C, V)),
         None if out.d_states is None else matrix(out.d_states, K, (ROWS, K)),
-        *(out.d_v, d_leaving_PHKV, out.d_entering),
+        *(out.d_v, out.along, d_leaving_PHKV, out.d_entering),
         *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
     ]
     launch(reverse_kernel, span.num_runs * H, arguments, constants, options)
@@ -49,8 +58,8 @@ def settings() -> dict[str, int]:
 @gluon.jit
 def _produce(descriptors, ring, full, empty, start_ptr, low, steps, H, head, V: gl.constexpr, BYTES: gl.constexpr):
     """The copy warp: tile after tile, from the last, into the next free stage of the ring."""
-    nkd_d, qd_d, kr_d, inv_d, mqk_d, decay_d, beta_d, d_o_d = descriptors
-    nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, d_o_s = ring
+    nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, d_o_d, v_d = descriptors
+    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
     STAGES: gl.constexpr = nkd_s.shape[0]
     C: gl.constexpr = nkd_s.shape[1]
     for step in range(steps):
@@ -63,20 +72,23 @@ def _produce(descriptors, ring, full, empty, start_ptr, low, steps, H, head, V: 
         mbarrier.expect(bar, BYTES)
         tma.async_copy_global_to_shared(d_o_d, [start, head * V], bar, d_o_s.index(stage))
         tma.async_copy_global_to_shared(kr_d, [at * C, 0], bar, kr_s.index(stage))
+        tma.async_copy_global_to_shared(kr_rest_d, [at * C, 0], bar, kr_rest_s.index(stage))
         tma.async_copy_global_to_shared(mqk_d, [at * C, 0], bar, mqk_s.index(stage))
         tma.async_copy_global_to_shared(inv_d, [at * C, 0], bar, inv_s.index(stage))
         tma.async_copy_global_to_shared(beta_d, [at, 0], bar, beta_s.index(stage))
         tma.async_copy_global_to_shared(decay_d, [at, 0], bar, decay_s.index(stage))
         tma.async_copy_global_to_shared(qd_d, [at * C, 0], bar, qd_s.index(stage))
         tma.async_copy_global_to_shared(nkd_d, [at * C, 0], bar, nkd_s.index(stage))
+        if v_d is not None:
+            tma.async_copy_global_to_shared(v_d, [start, head * V], bar, v_s.index(stage))
 
 
 @gluon.jit
 def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr):
     """A warpgroup: rows 64 GROUP + 0..63 of the transposed gradient of the state of one head of one run."""
-    nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, d_o_s = ring
+    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
     d_states_d, d_v_s, d_states_s = stores
-    d_v_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr = pointers
+    d_v_ptr, along_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr = pointers
     run_head, low, steps, H, head = place
     STAGES: gl.constexpr = nkd_s.shape[0]
     C: gl.constexpr = nkd_s.shape[1]
@@ -104,10 +116,13 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
         d_o = gl.where((token_left < length)[None, :], d_o, 0.0)
         state = warpgroup_mma_wait(0, (state,))
         rounded = state.to(gl.bfloat16)
-        d_write = warpgroup_mma(d_o, mqk_s.index(stage), zero, use_acc=False, is_async=True)
-        d_write = warpgroup_mma(
-            gl.convert_layout(rounded, left), kr_s.index(stage).permute((1, 0)), d_write, is_async=True
-        )
+        leaving = gl.convert_layout(rounded, left)
+        kr_t = kr_s.index(stage).permute((1, 0))
+        d_write = warpgroup_mma(leaving, kr_t, zero, use_acc=False, is_async=True)
+        d_write = warpgroup_mma(leaving, kr_rest_s.index(stage).permute((1, 0)), d_write, is_async=True)
+        rest = gl.convert_layout((state - rounded.to(gl.float32)).to(gl.bfloat16), left)
+        d_write = warpgroup_mma(rest, kr_t, d_write, is_async=True)
+        d_write = warpgroup_mma(d_o, mqk_s.index(stage), d_write, is_async=True)
         decay = decay_s.index(stage).reshape([K]).load(gl.SliceLayout(0, wide))
         state = state * decay[None, :]
         if d_states_d is not None:
@@ -121,8 +136,15 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
         state = warpgroup_mma(gl.convert_layout(d_o, wide_left), qd_s.index(stage), state, is_async=True)
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         d_v = warpgroup_mma_wait(1, (d_v,))
-        d_v_io = (d_v * beta[None, :]).to(gl.bfloat16)
+        d_v = d_v * beta[None, :]
+        d_v_io = d_v.to(gl.bfloat16)
         state = warpgroup_mma(gl.convert_layout(d_v_io, wide_left), nkd_s.index(stage), state, is_async=True)
+        if along_ptr is not None:
+            v = v_s.index(stage).slice(column, ROWS, 1).permute((1, 0)).load(narrow).to(gl.float32)
+            along = gl.sum((d_v * v).reshape((4, 16, C)), 1)
+            part = column // 16 + gl.arange(0, 4, layout=gl.SliceLayout(1, along.type.layout))
+            token = gl.arange(0, C, layout=gl.SliceLayout(0, along.type.layout))
+            gl.store(along_ptr + (tile * H + head) * (V // 16 * C) + (part * C)[:, None] + token[None, :], along)
         if d_v_ptr is not None:
             put_tokens(d_v_io, d_v_s, d_v_ptr, start, length, H, head, column, V)
         state = warpgroup_mma_wait(0, (state,))
@@ -140,13 +162,16 @@ def reverse_kernel(
     nkd_d,
     qd_d,
     kr_d,
+    kr_rest_d,
     inv_d,
     mqk_d,
     decay_d,
     beta_d,
     d_o_d,
+    v_d,
     d_states_d,
     d_v_ptr,
+    along_ptr,
     d_leaving_ptr,
     d_entering_ptr,
     start_ptr,
@@ -169,11 +194,13 @@ def reverse_kernel(
     nkd_s = gl.allocate_shared_memory(io, [STAGES, C, K], nkd_d.layout)
     qd_s = gl.allocate_shared_memory(io, [STAGES, C, K], qd_d.layout)
     kr_s = gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
+    kr_rest_s = gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
     inv_s = gl.allocate_shared_memory(io, [STAGES, C, C], inv_d.layout)
     mqk_s = gl.allocate_shared_memory(io, [STAGES, C, C], mqk_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decay_d.layout)
     beta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, C], beta_d.layout)
     d_o_s = gl.allocate_shared_memory(io, [STAGES, C, V], d_o_d.layout)
+    v_s = d_o_s if v_d is None else gl.allocate_shared_memory(io, [STAGES, C, V], v_d.layout)
     d_v_s = gl.allocate_shared_memory(io, [2, C, 64], d_o_d.layout)
     d_states_s = d_v_s if d_states_d is None else gl.allocate_shared_memory(io, [4, 64, K], d_states_d.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -182,13 +209,14 @@ def reverse_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    descriptors = (nkd_d, qd_d, kr_d, inv_d, mqk_d, decay_d, beta_d, d_o_d)
-    ring = (nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, d_o_s)
-    pointers = (d_v_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr)
+    descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, d_o_d, v_d)
+    ring = (nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s)
+    pointers = (d_v_ptr, along_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr)
     place = (run_head.to(gl.int64), low, steps, H, head)
     first = (d_states_d, d_v_s.index(0), d_states_s)
     second = (d_states_d, d_v_s.index(1), d_states_s)
-    BYTES: gl.constexpr = 2 * (3 * C * K + 2 * C * C + C * V) + 4 * K + 4 * C
+    VALUES: gl.constexpr = C * V if v_d is None else 2 * C * V
+    BYTES: gl.constexpr = 2 * (4 * C * K + 2 * C * C + VALUES) + 4 * K + 4 * C
     gl.warp_specialize(
         [
             (_consume, (ring, full, empty, first, pointers, place, K, V, 0)),
@@ -204,7 +232,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     """What the launcher compiles, for compute capability `arch`: the backward pass, and its first pass over parts."""
     K, C = 128, 32
     options = settings()
-    given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d", "d_o_d"), block_type((C, K)))
+    given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d", "kr_rest_d", "d_o_d", "v_d"), block_type((C, K)))
+    given |= {"along_ptr": "*fp32"}
     given |= dict.fromkeys(("inv_d", "mqk_d"), block_type((C, C)))
     given |= {"decay_d": block_type((1, K), torch.float32), "beta_d": block_type((1, C), torch.float32)}
     given |= dict.fromkeys(("start_ptr", "length_ptr", "first_ptr"), "*i32:1")
@@ -213,6 +242,6 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     variants: list[dict[str, Any]] = [
         {"d_states_d": states, "d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": "*fp32"},
         {"d_states_d": states, "d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": None},
-        {"d_states_d": None, "d_v_ptr": None, "d_leaving_ptr": None, "d_entering_ptr": "*fp32"},
+        dict.fromkeys(("d_states_d", "d_v_ptr", "along_ptr", "v_d", "d_leaving_ptr")) | {"d_entering_ptr": "*fp32"},
     ]
     return [(reverse_kernel, given | variant, options) for variant in variants]

@@ -26,16 +26,27 @@ class ReverseOutputs:
     d_v: Tensor | None = None  # [T, H, V] of all tokens
     d_states: Tensor | None = None  # [X, H, V, K]: the transposed gradient of the state leaving each tile
     d_entering: Tensor | None = None  # [P, H, K, V] float32: of the state entering each run; may be d_leaving itself
+    along: Tensor | None = None  # [X, H, V / 16, C] float32: sums of d_v times v over each 16 channels; needs v
 
 
 def reverse_scan(
-    workspace: Workspace, d_o_THV: Tensor, span: Span, d_leaving_PHKV: Tensor | None, outputs: ReverseOutputs
+    workspace: Workspace,
+    d_o_THV: Tensor,
+    span: Span,
+    d_leaving_PHKV: Tensor | None,
+    outputs: ReverseOutputs,
+    *,
+    v_THV: Tensor | None = None,
 ) -> None:
-    """Scan each run of the span backward, from the gradient of the state leaving it (float32; None: zero)."""
-    if fits(workspace, d_o_THV, d_leaving_PHKV, outputs.d_v, outputs.d_states, outputs.d_entering):
+    """Scan each run of the span backward, from the gradient of the state leaving it (float32; None: zero).
+
+    The workspace must have `kr_rest` unless it is in float32.
+    """
+    out = outputs
+    if fits(workspace, d_o_THV, v_THV, d_leaving_PHKV, workspace.kr_rest, *(vars(out).values())):
         from openk3.ops.kda import reverse_gluon
 
-        reverse_gluon.reverse_scan(workspace, d_o_THV, span, d_leaving_PHKV, outputs)
+        reverse_gluon.reverse_scan(workspace, d_o_THV, span, d_leaving_PHKV, out, v_THV=v_THV)
         return
     _, H, V = d_o_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
@@ -43,10 +54,10 @@ def reverse_scan(
     options = settings(V, compute_capability(d_o_THV.device), exact=exact)
     if runs * H == 0:
         return
-    w, out = workspace, outputs
+    w = workspace
     reverse_kernel[(runs * H * (V // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, d_o_THV, d_leaving_PHKV),
-        *(out.d_v, out.d_states, out.d_entering),
+        *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, d_o_THV, v_THV, d_leaving_PHKV),
+        *(out.d_v, out.d_states, out.d_entering, out.along),
         *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
         K=K,
         V=V,
@@ -76,7 +87,7 @@ def settings(V: int, arch: int, *, exact: bool = False) -> dict[str, int]:
     """Block of value channels, and launch options, for a compute capability such as 90; `exact`: in float32."""
     if exact:
         return {"BV": 16, "num_warps": 8, "num_stages": 2}
-    return {"BV": min(V, 64), "num_warps": 4 if arch == 90 or V < 64 else 8, "num_stages": 2}
+    return {"BV": min(V, 128 if arch == 90 else 32), "num_warps": 4 if V < 64 else 8, "num_stages": 2}
 
 
 @triton.jit(
@@ -87,15 +98,18 @@ def reverse_kernel(
     nkd_ptr,
     qd_ptr,
     kr_ptr,
+    kr_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
     beta_ptr,
     d_o_ptr,
+    v_ptr,
     d_leaving_ptr,
     d_v_ptr,
     d_states_ptr,
     d_entering_ptr,
+    along_ptr,
     start_ptr,
     length_ptr,
     first_ptr,
@@ -117,13 +131,15 @@ def reverse_kernel(
     run = program // blocks // H
     low = tl.load(first_ptr + run) - tile_low
     high = tl.load(first_ptr + run + 1) - tile_low
-    value = block * BV + tl.arange(0, BV)
+    column = block * BV
+    value = tl.arange(0, BV)
     channel = tl.arange(0, K)
     c = tl.arange(0, C)
-    inner = (run * H + head) * (K * V) + channel[None, :] * V + value[:, None]  # of a state [K, V], transposed
+    inner = channel[None, :] * V + value[:, None]  # of a state [K, V], transposed
+    at_state = (run * H + head) * (K * V) + column
     state = tl.zeros((BV, K), tl.float32)
     if d_leaving_ptr is not None:
-        state = tl.load(d_leaving_ptr + inner)
+        state = tl.load(d_leaving_ptr + at_state + inner)
     wide = c[:, None] * K + channel[None, :]
     square = c[:, None] * C + c[None, :]
     tokens = c[:, None] * (H * V) + value[None, :]
@@ -132,7 +148,7 @@ def reverse_kernel(
         tile = high - 1 - step
         at = tile * heads + head
         length = tl.load(length_ptr + tile)
-        first = (tl.load(start_ptr + tile).to(tl.int64) * H + head) * V
+        first = (tl.load(start_ptr + tile).to(tl.int64) * H + head) * V + column
         live = (c < length)[:, None]
         d_o = tl.load(d_o_ptr + first + tokens, mask=live, other=0.0).to(io)
         kr = tl.load(kr_ptr + at * (C * K) + wide)
@@ -144,18 +160,31 @@ def reverse_kernel(
         beta = tl.load(beta_ptr + at * C + c)
         leaving = state.to(io)
         if d_states_ptr is not None:
-            tl.store(d_states_ptr + at * (V * K) + transposed, leaving)
+            tl.store(d_states_ptr + at * (V * K) + column * K + transposed, leaving)
         d_write = tl.dot(tl.trans(d_o), mqk, input_precision=precision)
         d_write = tl.dot(leaving, tl.trans(kr), d_write, input_precision=precision)
-        rest = (d_write - d_write.to(io).to(tl.float32)).to(io)  # in two parts: the rounding of one would be felt
+        if kr_rest_ptr is not None:  # what follows are small differences where keys are nearly one: all in two parts
+            kr_rest = tl.load(kr_rest_ptr + at * (C * K) + wide)
+            d_write = tl.dot(leaving, tl.trans(kr_rest), d_write, input_precision=precision)
+            rest = (state - leaving.to(tl.float32)).to(io)
+            d_write = tl.dot(rest, tl.trans(kr), d_write, input_precision=precision)
         d_v = tl.dot(d_write.to(io), inv, input_precision=precision)
-        d_v = (tl.dot(rest, inv, d_v, input_precision=precision) * beta[None, :]).to(io)
+        if precision != "ieee":
+            rest = (d_write - d_write.to(io).to(tl.float32)).to(io)
+            d_v = tl.dot(rest, inv, d_v, input_precision=precision)
+        d_v *= beta[None, :]
+        if along_ptr is not None:
+            v = tl.load(v_ptr + first + tokens, mask=live, other=0.0)
+            along = tl.sum(tl.reshape(d_v * tl.trans(v).to(tl.float32), (BV // 16, 16, C)), 1)
+            parts = tl.arange(0, BV // 16)[:, None] * C + c[None, :]
+            tl.store(along_ptr + (at * V + column) // 16 * C + parts, along)
+        d_v = d_v.to(io)
         if d_v_ptr is not None:
             tl.store(d_v_ptr + first + tokens, tl.trans(d_v).to(d_v_ptr.dtype.element_ty), mask=live)
         state = tl.dot(tl.trans(d_o), qd, state * decay[None, :], input_precision=precision)
         state = tl.dot(d_v, nkd, state, input_precision=precision)
     if d_entering_ptr is not None:
-        tl.store(d_entering_ptr + inner, state)
+        tl.store(d_entering_ptr + at_state + inner, state)
 
 
 @triton.jit(do_not_specialize=["H", "part_low", "count"], do_not_specialize_on_alignment=["parts_ptr"])
@@ -199,7 +228,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
     options = settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
-    given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr"), "*bf16")
+    tiles = ("nkd_ptr", "qd_ptr", "kr_ptr", "kr_rest_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr", "v_ptr")
+    given: dict[str, Any] = dict.fromkeys(tiles, "*bf16") | {"along_ptr": "*fp32"}
     given |= {
         "decay_ptr": "*fp32",
         "beta_ptr": "*fp32",
@@ -211,7 +241,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     variants = (
         {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": "*fp32"},
         {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": None},
-        {"d_leaving_ptr": None, "d_v_ptr": None, "d_states_ptr": None, "d_entering_ptr": "*fp32"},
+        {"d_leaving_ptr": None, "d_entering_ptr": "*fp32"}
+        | dict.fromkeys(("d_v_ptr", "d_states_ptr", "along_ptr", "v_ptr")),
     )
     folding = {"maps_ptr": "*fp32", "d_state_ptr": "*fp32", "written_ptr": "*fp32", "parts_ptr": "*i32:1"}
     folding |= {"part_low": "i32", "count": "i32", "H": "i32", "K": 128, "V": 128, "BV": 16}

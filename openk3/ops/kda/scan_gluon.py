@@ -197,11 +197,8 @@ def _consume(
         write = warpgroup_mma(
             gl.convert_layout(strong, left), inv_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        if states_d is not None:  # for gradients in two parts: the copies take longer anyway
-            rest = (strong_wide - strong.to(gl.float32)).to(gl.bfloat16)
-            write = warpgroup_mma(
-                gl.convert_layout(rest, left), inv_s.index(stage).permute((1, 0)), write, is_async=True
-            )
+        rest = (strong_wide - strong.to(gl.float32)).to(gl.bfloat16)  # the rounding of one part would be felt
+        write = warpgroup_mma(gl.convert_layout(rest, left), inv_s.index(stage).permute((1, 0)), write, is_async=True)
         if o_ptr is not None:
             out = warpgroup_mma(entering, qd_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         decay = decay_s.index(stage).reshape([K]).load(gl.SliceLayout(0, wide))

@@ -221,10 +221,9 @@ def scan_kernel(
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
         strong = error * beta[None, :]
         write = tl.dot(strong.to(io), tl.trans(inv), input_precision=precision)
-        if states_ptr is not None:  # for gradients in two parts
-            write = tl.dot(
-                (strong - strong.to(io).to(tl.float32)).to(io), tl.trans(inv), write, input_precision=precision
-            )
+        if precision != "ieee":  # in two parts: the rounding of one would be felt
+            rest = (strong - strong.to(io).to(tl.float32)).to(io)
+            write = tl.dot(rest, tl.trans(inv), write, input_precision=precision)
         write = write.to(io)
         if r_ptr is not None:
             writes = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
