@@ -1,0 +1,203 @@
+"""LatentMoE by kernels on a GPU: against float64, the reference's choices, same bits, no waiting, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from kda_kernel_checks import poisoned_memory
+from latent_moe_checks import Case, by_kernels, draw, errors, results
+from torch import Tensor
+
+from openk3.config.train import BalanceConfig
+from openk3.model.init import initialize
+from openk3.model.moe import LatentMoE
+from openk3.ops import routing
+from openk3.ops.latent_moe.project_fused import project, project_once
+from openk3.ops.latent_moe.route_fused import Choice, route, sort
+from openk3.ops.margins import count_margins
+from openk3.optim.quantile_balance import BalanceTrace
+from openk3.recipes import small
+
+pytestmark = pytest.mark.gpu
+CASES = [
+    Case(4097, 128, 8, 512, 512),
+    Case(3000, 80, 4, 384, 384, idle=(0, 5, 79)),
+    Case(300, 16, 4, 3584, 3072),
+    Case(31, 128, 8, 512, 512),
+    Case(1, 896, 16, 64, 64),
+    Case(700, 5, 3, 200, 136, linear_beta=None),
+    Case(500, 12, 2, 384, 256, torch.float16),
+    Case(500, 12, 2, 96, 80, torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts_against_float64(case: Case, measured: list[tuple[str, str, dict[str, float]]]) -> None:
+    """Output and every gradient; gradients of experts without tokens are exactly zero."""
+    found = errors(case, "cuda", leave_out=("d_weights",) if case.T == 1 else ())
+    measured.append(("moe", str(case)[5:60], found))
+    limit = 5e-6 if case.dtype == torch.float32 else 8e-3 if case.T > 1 else 2e-2
+    assert all(error < limit for error in found.values()), found
+    if case.idle:
+        got = results(case, by_kernels, *draw(case, "cuda"))
+        assert not any(got[name][list(case.idle)].any() for name in ("d_w1", "d_w3", "d_w2"))
+
+
+@pytest.mark.parametrize(("E", "k"), [(896, 16), (80, 4), (128, 8), (1000, 32), (7, 7)])
+def test_the_same_logits_give_the_references_routes(E: int, k: int) -> None:
+    """Scores as PyTorch computes them, bit by bit; experts, thresholds and the sort equal, with many ties too."""
+    generator = torch.Generator("cuda").manual_seed(E)
+    logits = torch.randn(5000, E, generator=generator, device="cuda")
+    logits[::3] = (4 * logits[::3]).round() / 4
+    bias = 0.1 * torch.randn(E, generator=generator, device="cuda")
+    bias[::2] = 0.0
+    routed = route(logits, bias, Choice(k, True, 1.0), with_scores=True)
+    assert torch.equal(routed.scores_TE, torch.sigmoid(logits))
+    want = routing.route(torch.sigmoid(logits), bias, k)
+    assert torch.equal(routed.ids_Tk, want.expert_ids_Tk) and torch.equal(routed.threshold_T, want.threshold_T)
+    torch.testing.assert_close(routed.weights_Tk, want.weights_Tk, rtol=1e-6, atol=0)
+    plan = sort(routed, 64)
+    order_M, counts_E = routing.sort_by_expert(routed.ids_Tk, E, max_padding=0)
+    assert torch.equal(plan.slot_M.long(), order_M) and torch.equal(plan.start_X.diff().long(), counts_E)
+    assert torch.equal(plan.row_Tk.flatten().long()[order_M], torch.arange(len(order_M), device="cuda"))
+
+
+@pytest.mark.parametrize(("D", "C", "E"), [(768, 384, 80), (7168, 3584, 896)])
+def test_logits_are_as_exact_as_float32_products(D: int, C: int, E: int) -> None:
+    """Tensor cores that add exact products err no more than float32 products do by much, so that the choice differs
+    from the reference's only between scores that rounding cannot tell apart."""
+    generator = torch.Generator("cuda").manual_seed(D)
+    x = torch.randn(2000, D, generator=generator, device="cuda").bfloat16()
+    down, router = (torch.randn(n, D, generator=generator, device="cuda").bfloat16() * D**-0.5 for n in (C, E))
+    exact = x.double() @ router.double().T
+    error = float((x.float() @ router.float().T - exact).abs().max())
+    for run in (project, project_once):
+        z, logits = run(x, down, router)
+        assert float((logits - exact).abs().max()) < 4 * error + 1e-6
+        torch.testing.assert_close(z.double(), x.double() @ down.double().T, rtol=2**-8, atol=1e-5)
+        k = 8
+        ours = route(logits, torch.zeros(E, device="cuda"), Choice(k, True, 1.0)).ids_Tk
+        want = routing.route(torch.sigmoid(x.float() @ router.float().T), torch.zeros(E, device="cuda"), k)
+        gap = torch.sigmoid(exact).sort(1, descending=True).values[:, : k + 1].diff(dim=1).abs().amin(1)
+        different = (ours != want.expert_ids_Tk).any(1)
+        assert not (different & (gap > 8 * error)).any() and int(different.sum()) < 20
+
+
+def test_same_bits_every_time() -> None:
+    """Two runs and a run amid NaN."""
+    case = CASES[1]
+    drawn = draw(case, "cuda")
+    want = results(case, by_kernels, *drawn)
+    for _ in range(2):
+        with poisoned_memory():
+            got = results(case, by_kernels, *drawn)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def layer() -> LatentMoE:
+    """A layer of recipe small in bfloat16."""
+    moe = LatentMoE(small.model().text, 1)
+    initialize(moe, 0, 0.02)
+    moe = moe.to("cuda", torch.bfloat16)
+    moe.router.bias = moe.router.bias.float()
+    return moe
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """An operation that waits for the GPU fails."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step(moe: LatentMoE, x_TD: Tensor, trace: BalanceTrace) -> list[Tensor]:
+    """Output and gradients of one pass that is counted."""
+    x_TD = x_TD.detach().requires_grad_()
+    y_TD = moe(x_TD, trace)
+    return [y_TD.detach(), *torch.autograd.grad(y_TD, [x_TD, *moe.parameters()], torch.ones_like(y_TD) * x_TD.detach())]
+
+
+def test_a_layer_neither_waits_nor_differs_from_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward, counting for Quantile Balancing and the next bias without waiting for the GPU."""
+    moe, x_TD = layer(), torch.randn(3001, 768, device="cuda").bfloat16()
+    trace = BalanceTrace(torch.nn.ModuleList([moe]), BalanceConfig())
+    for repeat in range(2):
+        trace.open()
+        with nothing_waits() if repeat else poisoned_memory():
+            got = step(moe, x_TD, trace)
+        loads, counts = trace.loads[1].clone(), trace.statistics[1].counts_EB.clone()
+        trace.reset()
+    monkeypatch.setenv("OPENK3_BACKEND", "reference")
+    trace.open()
+    want = step(moe, x_TD, trace)
+    for a, b in zip(got, want, strict=True):
+        assert float((a.double() - b.double()).norm()) < 1.5e-2 * float(b.double().norm())
+    assert int((loads - trace.loads[1]).abs().sum()) < 20
+    assert int((counts - trace.statistics[1].counts_EB).abs().sum()) < 0.02 * counts.sum()
+    with nothing_waits():
+        trace.update()
+    assert moe.router.bias.any()
+
+
+def test_a_graph_of_a_layer_gives_the_same_bits() -> None:
+    """Forward and backward captured once, then replayed on other inputs."""
+    moe, x_TD = layer(), torch.randn(2048, 768, device="cuda").bfloat16().requires_grad_()
+    leaves = [x_TD, *moe.parameters()]
+
+    def run() -> tuple[Tensor, ...]:
+        y_TD = moe(x_TD)
+        return y_TD, *torch.autograd.grad(y_TD, leaves, torch.ones_like(y_TD))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(2):
+        with torch.no_grad():
+            x_TD.normal_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
+def test_margins_are_counted_as_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a margin lies at the edge of a bin, rounding may choose either."""
+    scores, threshold = torch.rand(5001, 80, device="cuda"), torch.rand(5001, device="cuda")
+    range_2 = torch.tensor([-1.0, 2e-3], dtype=torch.float64, device="cuda")
+    counts = torch.zeros(2, 80, 1000, dtype=torch.int64, device="cuda")
+    count_margins(counts[0], scores, threshold, range_2)
+    monkeypatch.setenv("OPENK3_BACKEND", "reference")
+    count_margins(counts[1], scores, threshold, range_2)
+    assert (counts.sum(2) == 5001).all() and int((counts[0] - counts[1]).abs().sum()) < 2000
+
+
+def test_more_than_2_to_the_31_values() -> None:
+    """720,000 rows of 3,072 inner values: the last tokens of many give what they give alone."""
+    case = Case(90_000, 16, 8, 64, 3072)
+    values, routed, d_out = draw(case, "cuda")
+    got = results(case, by_kernels, values, routed, torch.cat((torch.zeros_like(d_out[:-64]), d_out[-64:])))
+    few = replace(case, T=64)
+    last = {name: x[-64:] if name in ("z", "weights") else x for name, x in values.items()}
+    ids = routed.ids_Tk[-64:].contiguous()
+    logits = torch.full((64, 16), -20.0, device="cuda").scatter(
+        1, ids, torch.linspace(9, 2, 8, device="cuda").expand(64, 8)
+    )
+    alone = route(logits, torch.zeros(16, device="cuda"), Choice(8, True, 1.0))
+    assert torch.equal(alone.ids_Tk, ids)
+    want = results(few, by_kernels, last, alone, d_out[-64:])
+    for name in ("out", "d_z", "d_weights"):
+        error = (got[name][-64:].double() - want[name].double()).norm() / want[name].double().norm()
+        assert float(error) < 1e-2 and torch.isfinite(got[name]).all()
+    for name in ("d_w1", "d_w3", "d_w2", "d_norm"):
+        assert float((got[name].double() - want[name].double()).norm() / want[name].double().norm()) < 1e-2
