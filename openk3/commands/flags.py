@@ -135,7 +135,9 @@ class Plan:
         ]
     ] = ""
     context: int = 8192
-    """Length of the request whose cache is shown, in tokens."""
+    """Length of the request whose cache is shown, and of the sequences of training, in tokens."""
+    micro_batch: int = 32768
+    """Tokens of one forward and backward pass, for the roofline of training."""
     json: bool = False
     """Print one JSON object instead of the table."""
 

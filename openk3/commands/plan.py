@@ -12,6 +12,7 @@ from openk3.commands.flags import Plan
 from openk3.commands.runs import find_model, model_in
 from openk3.config.model import ModelConfig
 from openk3.model.accounting import Account, account
+from openk3.model.roofline import H200, Roofline, roofline
 
 DTYPES = {
     "experts MXFP4, rest BF16": ("mxfp4", "bf16"),
@@ -24,12 +25,15 @@ def run(flags: Plan) -> None:
     """Print the books of the named configuration."""
     if flags.context < 1:
         raise UserError(f"--context: must be at least 1 token, got {flags.context}")
+    if flags.micro_batch < 1:
+        raise UserError(f"--micro-batch: must be at least 1 token, got {flags.micro_batch}")
     name, config = read_config(flags.model)
     books = account(config)
+    bound = roofline(config, length=flags.context, micro_batch=flags.micro_batch)
     if flags.json:
-        print(json.dumps({"model": name, **summary(books, flags.context)}, indent=2))
+        print(json.dumps({"model": name, **summary(books, flags.context), "roofline": bounds(bound)}, indent=2))
     else:
-        print("\n".join(table(name, books, flags.context)))
+        print("\n".join([*table(name, books, flags.context), "", *roofline_table(bound)]))
 
 
 def read_config(model: str) -> tuple[str, ModelConfig]:
@@ -61,6 +65,32 @@ def summary(books: Account, context: int) -> dict[str, Any]:
         "request_bytes": {"tokens": context, "bytes": books.request_bytes(context)},
         "weight_bytes": {label: weight_bytes(books, label) for label in DTYPES},
     }
+
+
+def bounds(bound: Roofline) -> dict[str, Any]:
+    """The roofline for programs: of one token of training."""
+    operations = [
+        {"name": each.name, "flops": each.flops, "bytes": each.bytes, "seconds": each.seconds(H200)}
+        for each in bound.operations
+    ]
+    figures = {"tokens_per_second": 1 / bound.seconds(), "mfu": bound.mfu(), "micro_batch": bound.micro_batch}
+    return {"machine": H200.name, **figures, "operations": operations}
+
+
+def roofline_table(bound: Roofline) -> list[str]:
+    """The roofline for a reader, the slowest operation first."""
+    total = bound.seconds()
+    lines = [
+        f"Roofline of training on one {H200.name}: {H200.matmul_flops / 1e12:.0f} TFLOP/s of BF16 products, "
+        f"{H200.bytes_per_second / 1e12:.2f} TB/s",
+        f"  sequences of {bound.length:,}, micro-batches of {bound.micro_batch:,} tokens; of one token: FLOPs, bytes, "
+        "share of the time",
+    ]
+    for each in sorted(bound.operations, key=lambda each: -each.seconds(H200)):
+        flops, moved = quantity(each.flops, "FLOP", 1000), quantity(each.bytes, "B", 1000)
+        share = f"{each.seconds(H200) / total:.1%} {each.binds(H200)}"
+        lines.append(f"  {each.name:<30} {flops:>16} {moved:>14}  {share}")
+    return [*lines, *row("bound: tokens per second, MFU", f"{1 / total:,.0f}", f"{bound.mfu():.1%}")]
 
 
 def weight_bytes(books: Account, label: str) -> int | None:

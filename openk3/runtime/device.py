@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+# Dense bfloat16 products with float32 sums, FLOP/s, by a part of the GPU's name; the first that fits.
+_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -74,6 +76,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise DeviceError(f"dtype: {name!r} is not supported; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What a GPU's data sheet promises of dense bfloat16 products, in FLOP/s; None for a CPU or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
 def seed_everything(seed: int) -> None:

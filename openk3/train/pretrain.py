@@ -17,9 +17,11 @@ from openk3.data.loader import Loader
 from openk3.data.sources import Files, Joined, Source, split, texts
 from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
+from openk3.model.accounting import account
 from openk3.runtime.metrics import MetricsLog, StepTimer
 from openk3.runtime.run_folder import RunFolder, write_json
 from openk3.train import checkpoint
+from openk3.train.flops import model_flops, utilisation
 from openk3.train.interrupt import StopSignals
 from openk3.train.opening import Opening, open_run
 from openk3.train.plan import extend, replan
@@ -47,10 +49,11 @@ def pretrain(
     `config.data.tokenizer`. A run made from records in memory can only be resumed with the same records, so prefer
     files. `on_step(state, metrics)` is called after every step, before its line is written.
 
-    The folder receives run.json (the configuration), tokenizer/, metrics.jsonl, checkpoints/ and, at the end, model/
-    in the released layout with its tokenizer. On SIGTERM or Ctrl-C the state is saved and returned with `interrupted`
-    set, without an export. Returns the final state. Raises ConfigError, DataError, TokenizerError or CheckpointError
-    for what the user can mend, NonFiniteGradient if the loss diverged.
+    The folder receives run.json (the configuration), tokenizer/, metrics.jsonl (on a GPU with the model FLOPs'
+    utilisation and memory), checkpoints/ and, at the end, model/ in the released layout with its tokenizer. On SIGTERM
+    or Ctrl-C the state is saved and returned with `interrupted` set, without an export. Returns the final state. Raises
+    ConfigError, DataError, TokenizerError or CheckpointError for what the user can mend, NonFiniteGradient if the loss
+    diverged.
     """
     with open_run(config.out, resume=resume) as opening:
         run = opening.run
@@ -192,6 +195,7 @@ class _Loop:
         self.config = state.config
         self.metrics = MetricsLog(self.folder.metrics, keep_through=state.step)
         self.timer = StepTimer()
+        self.books = account(state.config.model)
         self.before = state.seconds
         self.outside = 0.0  # seconds per step spent on validation, checkpoints and the caller's part
 
@@ -231,10 +235,12 @@ class _Loop:
         state, loader, seq_len = self.state, self.state.loader, self.state.seq_len
         assert loader is not None
         self.timer.start()
-        values: dict[str, float] = {"seq_len": seq_len, **train_step(state, loader.batch(seq_len))}
+        batches = loader.batch(seq_len)
+        values: dict[str, float] = {"seq_len": seq_len, **train_step(state, batches)}
         self.opening.started = True
         seconds = self.timer.stop()
         values |= {"seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+        values |= utilisation(model_flops(self.books, batches), seconds, state.device)
         if self.config.minutes:
             replan(state, self.timer.typical + self.outside)
         if state.step < state.total_steps and state.seq_len != seq_len:
@@ -255,6 +261,10 @@ class _Loop:
     def _show(self, bar: tqdm, values: dict[str, float]) -> None:
         bar.total = self.state.total_steps
         shown = {"loss": f"{values['loss']:.3f}", "tok/s": f"{values['tokens_per_second']:.0f}"}
+        if "mfu" in values:
+            shown["mfu"] = f"{values['mfu']:.1%}"
+        if "peak_gb" in values:
+            shown["GB"] = f"{values['peak_gb']:.1f}"
         if "val_bpb" in values:
             log.info("step %d: held-out bits per byte %.3f", self.state.step, values["val_bpb"])
         bar.set_postfix(shown, refresh=False)

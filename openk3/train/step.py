@@ -75,7 +75,7 @@ def _backward(
     state: TrainState, batches: Sequence[Packed], shares: Sequence[tuple[float, float]], loss: LossFunction
 ) -> dict[str, float]:
     """Give the optimizer the step's gradient; returns the step's losses. Micro-batches in order, whatever `workers`."""
-    losses: list[dict[str, float]] = [{} for _ in batches]
+    losses: list[dict[str, Tensor]] = [{} for _ in batches]
 
     def forward(n: int) -> Tensor:
         objective, losses[n] = _forward(state, batches[n].to(state.device), loss, shares[n])
@@ -88,12 +88,13 @@ def _backward(
     else:
         for gradients in gradients_in_order(jobs, list(state.optimizer.parameters.values()), state.config.workers):
             state.optimizer.add_gradients(gradients)
-    return {name: sum(values[name] for values in losses) for name in losses[0]}
+    # Read only now: a GPU has work queued for every micro-batch before anything waits for it.
+    return {name: sum(float(values[name]) for values in losses) for name in losses[0]}
 
 
 def _forward(
     state: TrainState, packed: Packed, loss: LossFunction, shares: tuple[float, float]
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """One micro-batch's share of the step's objective, and of the step's losses.
 
     The trace is closed before the backward pass, so that a layer that is computed again there is not counted twice.
@@ -107,9 +108,5 @@ def _forward(
     objective = losses.lm * next_share
     if losses.total is not losses.lm:
         objective = objective + (losses.total - losses.lm) * (next_share if losses.mtp is None else mtp_share)
-    mtp = 0.0 if losses.mtp is None else _number(losses.mtp) * mtp_share
-    return objective, {"loss": _number(objective), "lm": _number(losses.lm) * next_share, "mtp": mtp}
-
-
-def _number(value: Tensor) -> float:
-    return float(value.detach())
+    mtp = torch.zeros(()) if losses.mtp is None else losses.mtp.detach() * mtp_share
+    return objective, {"loss": objective.detach(), "lm": losses.lm.detach() * next_share, "mtp": mtp}

@@ -60,6 +60,20 @@ def test_a_configuration_file_a_model_and_a_run_give_the_same(
     assert figures(capsys)["parameters"] == expected
 
 
+def test_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every operation with its FLOPs and bytes, the slowest first; larger micro-batches raise the bound."""
+    bound = figures(capsys, "small")["roofline"]
+    assert sum(each["seconds"] for each in bound["operations"]) == pytest.approx(1 / bound["tokens_per_second"])
+    assert figures(capsys, "small", "--micro-batch", "4096")["roofline"]["mfu"] < bound["mfu"] < 1
+    assert main(["plan", "small"]) == 0
+    text = capsys.readouterr().out
+    lines = text[text.index("Roofline") :].splitlines()
+    assert lines[2].startswith("  MLA attention ") and len(lines) == 3 + len(bound["operations"])
+    assert f"{bound['tokens_per_second']:,.0f}" in lines[-1] and "FLOPs" in lines[2]
+    assert main(["plan", "small", "--micro-batch", "0"]) == 2
+    assert "--micro-batch" in capsys.readouterr().err
+
+
 def test_unknown_name_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     """One line."""
     assert main(["plan", "k4"]) == 2
