@@ -159,15 +159,19 @@ def step_bytes(batch: int, heads: int, width: int, fused: bool) -> int:
 def measure_decode(work: Any, names: list[str], device: torch.device, protocol: Protocol | None) -> dict[str, Any]:
     """One row: errors of every implementation, and unless `protocol` is None its times."""
     steps, found = random_steps(work.batch, work.heads, work.width, device, seed=work.batch), Found()
+    implementations = {name: by_kind[work.fused] for name, by_kind in decode_steps(names).items()}
     eager: dict[str, float] = {}
 
-    def measure(name: str, step: Step) -> None:
+    def check(name: str, step: Step) -> None:
         found.errors[name] = step_errors(step, work.fused, steps)
-        if protocol is not None:
-            times = step_times(step, steps, device, protocol)
-            found.times[name], eager[name] = times["graph"], times["eager"]
 
-    with torch.no_grad():
-        for name, by_kind in decode_steps(names).items():
-            found.attempt(name, lambda name=name, step=by_kind[work.fused]: measure(name, step))
+    def measure(name: str, step: Step) -> None:
+        times = step_times(step, steps, device, protocol)
+        found.times[name], eager[name] = times["graph"], times["eager"]
+
+    with torch.no_grad():  # timed steps change the pool: before them all errors, from the same states
+        for name, step in implementations.items():
+            found.attempt(name, lambda name=name, step=step: check(name, step))
+        for name in () if protocol is None else tuple(found.errors):
+            found.attempt(name, lambda name=name: measure(name, implementations[name]))
     return vars(found) | {"eager_ms": eager}

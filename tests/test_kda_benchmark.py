@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import kda  # noqa: E402
+import kda_decode  # noqa: E402
 from kda_report import markdown, worse_than_fla  # noqa: E402
+from kda_timing import Protocol  # noqa: E402
 
 TIMES = ("ours_ms", "fla_ms", "flashkda_ms", "nemo_ms", "floor_ms", "goal_ms")
 
@@ -70,6 +73,15 @@ def test_rows_are_chosen_by_name(tmp_path: Path) -> None:
         kda.main(["--device", "cpu", "--small", "--check-only", "--rows", "hard", "--out", str(tmp_path / "no")]) == 0
     )
     assert not (tmp_path / "no").exists()
+
+
+def test_decode_errors_of_all_are_of_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed steps change the pool; the same steps under another name have the same errors nevertheless."""
+    steps = {False: kda_decode.our_recurrence, True: kda_decode.our_layer}
+    monkeypatch.setattr(kda_decode, "decode_steps", lambda names: {name: steps for name in names})
+    row = kda.small(next(row for row in kda.all_rows() if row.name == "decode fused, batch 8"))
+    found = kda_decode.measure_decode(row, ["ours", "fla"], torch.device("cpu"), Protocol(repeats=2, warmups=1))
+    assert found["errors"]["ours"] == found["errors"]["fla"] and set(found["times"]) == {"ours", "fla"}
 
 
 def test_floors_count_every_byte_once() -> None:

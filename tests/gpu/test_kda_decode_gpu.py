@@ -114,7 +114,9 @@ def test_decode(N: int, H: int, state: torch.dtype) -> None:
         y = decode_kda(tokens, gate, weights, pool, slots)
         want = decode_kda(double(tokens), gate.double(), double(weights), wide, slots)
         found = errors({"y": y, "state": pool.state_SHKV}, {"y": want, "state": wide.state_SHKV})
-        assert max(found.values()) < 1e-2, found
+        # Outputs are rounded once (1.7e-3); states not at all, or once a step.
+        rounded = state == torch.bfloat16
+        assert found["y"] < (5e-3 if rounded else 2.2e-3) and found["state"] < (5e-3 if rounded else 1e-6), found
         assert y.dtype == gate.dtype and not y[slots < 0].any()
     for mine, right in zip(pool.tensors()[1:], wide.tensors()[1:]):
         assert torch.equal(mine, right.to(mine.dtype))
@@ -163,7 +165,7 @@ def test_recurrence_only() -> None:
     wide_tokens, wide_gate = [x.double() for x in tokens], double(weights).gate
     want = step_kda_in_place(*wide_tokens, gate=wide_gate, state_SHKV=wide.state_SHKV, slot_N=slots)
     found = errors({"o": o, "state": pool.state_SHKV}, {"o": want, "state": wide.state_SHKV})
-    assert found["o"] < 3e-3 and found["state"] < 1e-5, found
+    assert found["o"] < 2.2e-3 and found["state"] < 3e-7, found
     assert set(different(pool, before)) == set(slots[slots >= 0].tolist())
 
 
@@ -219,7 +221,7 @@ def test_case_K02_b_more_than_65535_requests_and_heads() -> None:
     y = decode_kda(tokens, gate, weights, pool, slots)
     want = decode_kda(double(tokens), gate.double(), double(weights), wide, slots)
     found = errors({"y": y, "state": pool.state_SHKV}, {"y": want, "state": wide.state_SHKV})
-    assert max(found.values()) < 1e-2, found
+    assert found["y"] < 2.2e-3 and found["state"] < 3e-7, found
 
 
 def test_case_K02_c_pools_of_more_than_2_to_the_31_values() -> None:

@@ -292,14 +292,18 @@ def _tokens(start_N: Tensor, length_N: Tensor, slot_N: Tensor) -> Iterator[tuple
 def _step_pool(
     projected: Projected, weights: DecodeWeights, pool: DecodePool, slot_N: Tensor, into: DecodePool
 ) -> Tensor:
-    """Outputs o [N, H, V] before the norm, zero without a slot; state and windows move on from `pool` into `into`."""
+    """Outputs o [N, H, V] before the norm, zero without a slot; state and windows move on from `pool` into `into`.
+
+    What lies between projections and outputs stays in at least float32.
+    """
     live = slot_N >= 0
     slots = slot_N[live].long()
     *inputs, decay_logit, beta_logit = projected.rows(live).tensors()
     bounds = torch.arange(len(slots) + 1)
     tokens = []
     for n, (x, weight) in enumerate(zip(inputs, weights.convolutions()), start=1):
-        y, window = short_conv(x, weight, window_NCW=pool.tensors()[n][slots], cu_seqlens=bounds)
+        window = pool.tensors()[n][slots]
+        y, window = short_conv(at_least_float32(x), weight, window_NCW=window, cu_seqlens=bounds)
         into.tensors()[n][slots] = window.to(into.tensors()[n].dtype)
         tokens.append(y)
     heads = weights.gate.dt_bias_HK.shape[0]

@@ -2,7 +2,7 @@
 
 q, k, v and the decay logits of a token are the rows of one tile, a warp each: convolution, norms and gate need no word
 between warps. Products enter sums only where it is written (fma), and every kernel sums in the same order: a state does
-not depend on which kernel took it over a token.
+not depend on which kernel took it over a token. Between projections and outputs all is float32.
 """
 
 from typing import Any
@@ -104,12 +104,12 @@ def _sigmoid(x):
 
 @gluon.jit
 def _convolve(taps, filters):
-    """SiLU of the convolution, rounded to the inputs' format as a tensor would be."""
+    """SiLU of the convolution, float32."""
     y = taps[3].to(gl.float32) * filters[3]
     y = gl.fma(taps[0].to(gl.float32), filters[0], y)
     y = gl.fma(taps[1].to(gl.float32), filters[1], y)
     y = gl.fma(taps[2].to(gl.float32), filters[2], y)
-    return (y * _sigmoid(y)).to(taps[3].dtype).to(gl.float32)
+    return y * _sigmoid(y)
 
 
 @gluon.jit
@@ -120,10 +120,10 @@ def _vectors(x, logit, slope, bias, row, BOUND: gl.constexpr):
     scale = gl.where(row == 0, inverse * K**-0.5, gl.where(row == 1, inverse, 1.0))
     z = logit.to(gl.float32) + bias
     if BOUND is None:
-        g = -slope * (gl.maximum(z, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(z))))
+        alpha = gl.exp(-slope * (gl.maximum(z, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(z)))))
     else:
-        g = BOUND * _sigmoid(slope * z)
-    return gl.where(row == 3, gl.exp(g), x * scale)
+        alpha = gl.exp2((BOUND * 1.4426950408889634) * _sigmoid(slope * z))
+    return gl.where(row == 3, alpha, x * scale)
 
 
 @gluon.jit
@@ -150,8 +150,8 @@ def _observe(part, q, k, alpha, seen, read, both, READ: gl.constexpr):
 
 @gluon.jit
 def _write(part, k, alpha, u):
-    """Some keys of the next state diag(alpha) S + k u^T."""
-    return gl.fma(k, u, part * alpha)
+    """Some keys of the next state diag(alpha) S + k u^T: what is rounded twice is the smaller term."""
+    return gl.fma(part, alpha, k * u)
 
 
 @gluon.jit
@@ -297,7 +297,7 @@ def decode_kernel(
         async_copy.wait_group(0)
         gl.thread_barrier()
         o = _recur(state, vectors, beta, into[0] + cell * (K * V), tile, R)
-        outputs.store(o.to(x.dtype).to(gl.float32))
+        outputs.store(o)
         y = _norm_and_gate(outputs.load(_rows_layout(V)), gate, norm, eps)
         gl.store(y_ptr, y.to(y_ptr.dtype.element_ty))
 
@@ -373,7 +373,7 @@ def _tokens(
             u = beta * (vector.slice(2, 1, 0).load(STATE) - _sum_keys(seen))
             if READ:
                 o = gl.fma(gl.sum(gl.sum(both, 1), 0), u, _sum_keys(read))
-                outs.index((j - start).to(gl.int32)).store(o.to(rows[0].dtype.element_ty).to(gl.float32))
+                outs.index((j - start).to(gl.int32)).store(o)
             moved = ()
             for i in gl.static_range(K // R):
                 k = _column(vector, 1, i * R, R, STATE)
@@ -494,6 +494,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]
     cases = []
     for twin, arguments, _ in twins.compile_cases(arch):
         name = twin.__name__
-        kept = {key: value for key, value in arguments.items() if key not in twins.sizes(name, 128, 128, 4)[0]}
+        others = {*twins.sizes(name, 128, 128, 4)[0], "spare_ptr"}
+        kept = {key: value for key, value in arguments.items() if key not in others}
         cases.append((kernels[name], kept | sizes(name, 128, 128, 4)[0], OPTIONS))
     return cases

@@ -1,7 +1,8 @@
 """Triton kernels of KDA decoding: a program takes one head of one request, and its state passes through registers once.
 
-The kernels do a token's arithmetic by the same functions on tiles of the same layout, and products are never contracted
-with sums into one rounding, so a state does not depend on which kernel took it over a token.
+The kernels do a token's arithmetic by the same functions on tiles of the same layout, and products enter sums only
+where it is written (fma), so a state does not depend on which kernel took it over a token. Between projections and
+outputs all is float32: nothing is rounded to the tokens' format on the way.
 """
 
 from typing import Any
@@ -39,11 +40,11 @@ def _store_window(taps, window_ptr, channel, W: tl.constexpr):
 
 @triton.jit
 def _convolve(taps, weight_ptr, channel, W: tl.constexpr):
-    """SiLU of the convolution, rounded to the inputs' format as a tensor would be."""
+    """SiLU of the convolution, float32."""
     y = taps[0].to(tl.float32) * tl.load(weight_ptr + channel * W).to(tl.float32)
     for i in tl.static_range(1, W):
         y += taps[i].to(tl.float32) * tl.load(weight_ptr + channel * W + i).to(tl.float32)
-    return (y * tl.sigmoid(y)).to(taps[0].dtype).to(tl.float32)
+    return y * tl.sigmoid(y)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _decay(logit, A_log, dt_bias, BOUND: tl.constexpr):
     if BOUND is None:
         return tl.exp(-slope * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))))
     else:
-        return tl.exp(BOUND * tl.sigmoid(slope * x))
+        return tl.exp2((BOUND * 1.4426950408889634) * tl.sigmoid(slope * x))
 
 
 @triton.jit
@@ -68,19 +69,20 @@ def _recur(state, q, k, v, alpha, beta):
     """(o, next state) of some value channels: the state [K, P, B], v and o [P, B].
 
     o = S^T q with S = diag(alpha) S' + k u^T is S'^T (alpha q) + (q k) u: one pass over the old state gives both sums.
+    Of the next state's terms the smaller one is rounded twice.
     """
     seen = tl.sum(state * (k * alpha)[:, None, None], 0)
     read = tl.sum(state * (q * alpha)[:, None, None], 0)
     u = beta * (v - seen)
-    state = state * alpha[:, None, None] + k[:, None, None] * u[None, :, :]
+    state = tl.fma(state, alpha[:, None, None], k[:, None, None] * u[None, :, :])
     return read + tl.sum(q * k, 0) * u, state
 
 
 @triton.jit
-def _finish(y_ptr, gate_ptr, norm_ptr, eps, V: tl.constexpr):
-    """sigmoid(gate) * RMSNorm(o) in the place of o."""
+def _finish(y_ptr, o_ptr, gate_ptr, norm_ptr, eps, V: tl.constexpr):
+    """y = sigmoid(gate) * RMSNorm(o)."""
     value = tl.arange(0, V)
-    o = tl.load(y_ptr + value).to(tl.float32)
+    o = tl.load(o_ptr + value)
     gate = tl.load(gate_ptr + value).to(tl.float32)
     y = o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * tl.load(norm_ptr + value).to(tl.float32) * tl.sigmoid(gate)
     tl.store(y_ptr + value, y.to(y_ptr.dtype.element_ty))
@@ -133,6 +135,7 @@ def decode_kernel(
     gate_ptr,
     gate_stride,
     y_ptr,
+    spare_ptr,  # float32, as many values as y has
     pool,  # states, windows of q, k, v
     into,  # the same four, where the next ones go
     filters,  # convolution weights of q, k, v
@@ -151,13 +154,14 @@ def decode_kernel(
 ):
     """The layer between its projections, one token: one program for each request and head, B value channels at a time.
 
-    v and then o stand in the place of y until all channels are there and can be normed.
+    v and then o stand in the spare memory until all channels are there and can be normed.
     """
     n = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
     key = tl.arange(0, K)
     value = tl.arange(0, V)
     y_ptr += (n * H + head) * V
+    spare_ptr += (n * H + head) * V
     slot = tl.load(slot_ptr + n).to(tl.int64)
     if slot < 0:
         tl.store(y_ptr + value, tl.zeros([V], y_ptr.dtype.element_ty))
@@ -174,7 +178,7 @@ def decode_kernel(
         q = _normalise(_convolve(q_taps, filters[0] + head * (K * W), key, W), K**-0.5)
         k = _normalise(_convolve(k_taps, filters[1] + head * (K * W), key, W), 1.0)
         v = _convolve(v_taps, filters[2] + head * (V * W), value, W)
-        tl.store(y_ptr + value, v.to(y_ptr.dtype.element_ty))
+        tl.store(spare_ptr + value, v)
         alpha = _decay(logit, tl.load(A_log_ptr + head), tl.load(dt_bias_ptr + head * K + key), BOUND)
         tl.debug_barrier()  # threads read what others have written: v. They write what others have read: the windows.
         _store_window(q_taps, into[1] + cell * (K * W), key, W)
@@ -184,12 +188,12 @@ def decode_kernel(
         tile = cell * (K * V) + (key[:, None, None] * V + part[None, :, :])
         for first in tl.range(0, V, B, num_stages=STAGES):
             state = tl.load(pool[0] + first + tile)
-            v_part = tl.load(y_ptr + first + part).to(tl.float32)
+            v_part = tl.load(spare_ptr + first + part)
             o, state = _recur(state.to(tl.float32), q, k, v_part, alpha, beta)
             tl.store(into[0] + first + tile, state.to(into[0].dtype.element_ty))
-            tl.store(y_ptr + first + part, o.to(y_ptr.dtype.element_ty))
+            tl.store(spare_ptr + first + part, o)
         tl.debug_barrier()
-        _finish(y_ptr, gate_ptr + n * gate_stride + head * V, norm_ptr, eps, V)
+        _finish(y_ptr, spare_ptr, gate_ptr + n * gate_stride + head * V, norm_ptr, eps, V)
 
 
 @triton.jit
@@ -200,7 +204,7 @@ def _tokens(
     strides,
     first,
     count,
-    y_ptr,
+    o_ptr,
     kept,
     first_kept,
     filters,
@@ -217,7 +221,7 @@ def _tokens(
     READ: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """(state, taps of q, k and v) after `count` rows from `first` on; READ: o into y; KEEP: copies of the rows."""
+    """(state, taps of q, k and v) after `count` rows from `first` on; READ: o is stored; KEEP: copies of the rows."""
     key = tl.arange(0, K)
     value = tl.arange(0, V)
     part = tl.arange(0, V // B)[:, None] * B + tl.arange(0, B)[None, :]
@@ -245,7 +249,7 @@ def _tokens(
         o, state = _recur(state, q, k, tl.reshape(v, [V // B, B]), alpha, beta)
         state = state.to(STATE).to(tl.float32)
         if READ:
-            tl.store(y_ptr + (row * H + head) * V + part, o.to(y_ptr.dtype.element_ty))
+            tl.store(o_ptr + (row * H + head) * V + part, o)
         j += 1
     return state, taps
 
@@ -257,6 +261,7 @@ def draft_kernel(
     gate_ptr,
     gate_stride,
     y_ptr,
+    spare_ptr,  # float32, as many values as y has
     old,  # drafts to replay, as `rows`; KEPT: the pools that take the new ones
     old_strides,
     pool,  # states, windows of q, k, v
@@ -311,7 +316,7 @@ def draft_kernel(
             count = tl.minimum(accepted, depth) if KEPT else tl.minimum(accepted, length)
             first = slot * depth if KEPT else begin
             state, taps = _tokens(
-                *(state, taps, old, old_strides, first, count, y_ptr, old, first, filters, A_log, dt_bias, head, H),
+                *(state, taps, old, old_strides, first, count, spare_ptr, old, first, filters, A_log, dt_bias, head, H),
                 *(BOUND, K, V, W, B, STATE, False, False),
             )
             tl.debug_barrier()  # windows and kept drafts are written where other threads have read them
@@ -329,7 +334,7 @@ def draft_kernel(
                     strides,
                     begin,
                     length,
-                    y_ptr,
+                    spare_ptr,
                     old,
                     slot * depth,
                     filters,
@@ -344,7 +349,8 @@ def draft_kernel(
             j = begin
             while j < begin + length:
                 gate_row = gate_ptr + j * gate_stride + head * V
-                _finish(y_ptr + (j * H + head) * V, gate_row, norm_ptr, eps, V)
+                at = (j * H + head) * V
+                _finish(y_ptr + at, spare_ptr + at, gate_row, norm_ptr, eps, V)
                 j += 1
     elif VERIFY:
         i = begin
@@ -360,11 +366,12 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]
     gate = {"A_log_ptr": "*fp32", "dt_bias_ptr": "*fp32", "slot_ptr": "*i32", "H": "i32:16", "BOUND": -5.0}
     layer = gate | {"filters": ("*fp32",) * 3, "norm_ptr": "*fp32", "eps": "fp32", "pool": pool}
     tokens = {"rows": rows, "strides": strides, "gate_ptr": "*bf16", "gate_stride": "i32:16", "y_ptr": "*bf16"}
+    tokens |= {"spare_ptr": "*fp32"}
     bounds = {"bounds_ptr": "*i32", "accepted_ptr": "*i32"}
     old = {"old": rows, "old_strides": strides, "depth": "i32"}
     draft = layer | tokens | old | bounds
     step = {"tokens": rows, "strides": strides, "o_ptr": "*bf16", "state_ptr": "*fp32", "next_ptr": "*fp32"}
-    no_output = {"gate_ptr": None, "gate_stride": "i32:16", "y_ptr": None}
+    no_output = {"gate_ptr": None, "gate_stride": "i32:16", "y_ptr": None, "spare_ptr": None}
     cases = [
         (draft_kernel, draft | {"KEPT": True, "REPLAY": True, "VERIFY": True}),
         (draft_kernel, draft | {"KEPT": True, "REPLAY": False, "VERIFY": True, "accepted_ptr": None}),

@@ -98,6 +98,9 @@ def _launch(
     _, H, K, V = state_SHKV.shape
     kernels = _kernels_for(inputs, windows, K, V)
     constants, parts = kernels.sizes(name, K, V, windows[0].shape[2] if windows else 0)
+    if kernels is decode_kernel and "y_ptr" in arguments:
+        y = arguments["y_ptr"]
+        arguments["spare_ptr"] = None if y is None else torch.empty_like(y, dtype=torch.float32)
     if num_requests:
         with on_device(state_SHKV):
             getattr(kernels, name)[(num_requests * H * parts,)](**arguments, **constants, **kernels.OPTIONS)
