@@ -78,7 +78,7 @@ def test_rows_are_chosen_by_name(tmp_path: Path) -> None:
 def test_decode_errors_of_all_are_of_the_same_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed steps change the pool; the same steps under another name have the same errors nevertheless."""
     steps = {False: kda_decode.our_recurrence, True: kda_decode.our_layer}
-    monkeypatch.setattr(kda_decode, "decode_steps", lambda names: {name: steps for name in names})
+    monkeypatch.setattr(kda_decode, "decode_steps", lambda names: dict.fromkeys(names, steps))
     row = kda.small(next(row for row in kda.all_rows() if row.name == "decode fused, batch 8"))
     found = kda_decode.measure_decode(row, ["ours", "fla"], torch.device("cpu"), Protocol(repeats=2, warmups=1))
     assert found["errors"]["ours"] == found["errors"]["fla"] and set(found["times"]) == {"ours", "fla"}
