@@ -70,6 +70,34 @@ def run_convolutions() -> None:
             torch.autograd.grad(sum(y.float().sum() for y in ys), [*xs, *weights])
 
 
+def run_latent_moe() -> None:
+    """Experts with many rows, some and few, the projections in one launch, counting, and SiTU by itself."""
+    from openk3.ops.latent_moe.experts_fused import Form, mix_experts, tile_rows
+    from openk3.ops.latent_moe.project_fused import project_once
+    from openk3.ops.latent_moe.route_fused import Choice, logits_gradient, route, sort
+    from openk3.ops.margins import count_margins
+    from openk3.ops.situ import situ_glu
+
+    choice, form = Choice(8, True, 1.0), Form(4.0, 25.0, 1e-5)
+    for T, C, I, grad in ((2048, 3584, 3072, True), (1024, 512, 512, True), (128, 512, 512, False)):
+        routed = route(torch.randn(T, 128, device="cuda"), torch.zeros(128, device="cuda"), choice, with_scores=grad)
+        shapes = ((T, C), (128, I, C), (128, I, C), (128, C, I), (C,))
+        z, w1, w3, w2, norm = (torch.randn(x, device="cuda", dtype=torch.bfloat16).requires_grad_(grad) for x in shapes)
+        weights = routed.weights_Tk.detach().requires_grad_(grad)
+        out = mix_experts(z, weights, sort(routed, tile_rows(z, 8, 128)), (w1, w3, w2), (norm, form))
+        if grad:
+            torch.autograd.grad(out, [z, weights, w1, w3, w2, norm], torch.ones_like(out))
+            logits_gradient(weights.detach(), routed, choice, torch.bfloat16)
+            counts = torch.zeros(128, 1000, dtype=torch.int64, device="cuda")
+            range_2 = torch.tensor([-1.0, 0.002], dtype=torch.float64, device="cuda")
+            count_margins(counts, routed.scores_TE, routed.threshold_T, range_2)
+    for T, D, C, E in ((512, 7168, 3584, 896), (512, 1024, 512, 128)):
+        x, down, router = (torch.randn(n, D, device="cuda", dtype=torch.bfloat16) for n in (T, C, E))
+        project_once(x, down, router)
+    gate, up = torch.randn(2, 100, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    torch.autograd.grad(situ_glu(gate, up, 4.0, 25.0).sum(), (gate, up))
+
+
 def key(kernel: Any, source: Any, options: dict[str, int]) -> str:
     """What makes a variant: types and constants of its arguments, and how it is launched."""
     constants = sorted((path, str(value)) for path, value in source.constants.items())
@@ -101,7 +129,7 @@ def launched(arch: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run, then print."""
-    for part in (run_attention, run_decoding, run_convolutions):
+    for part in (run_attention, run_decoding, run_convolutions, run_latent_moe):
         part()
     major, minor = torch.cuda.get_device_capability()
     print(json.dumps(list(launched(10 * major + minor))))

@@ -104,11 +104,12 @@ def row_warps(width: int) -> int:
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile in bfloat16 for latents of 3584 and 512; on every GPU the same."""
     cases = []
-    for width, k, blocks in ((3584, 16, 24), (512, 8, 4)):
+    for width, k, blocks in ((3584, 16, 24), (3584, 8, 24), (512, 8, 4)):
         known = dict.fromkeys(("row",), "*i32") | dict.fromkeys(("weights", "inverse", "d_norm", "shares"), "*fp32")
         known |= row_settings(width) | {"K": k, "CHOICES": triton.next_power_of_2(k), "BLOCKS": blocks, "eps": "fp32"}
         known |= {"T": "i32", "M": "i32", "programs": "i32", "d_weights": "*fp32"}
-        for kernel in (combine_kernel, combine_backward_kernel, slot_gradient_kernel):
+        kernels = [combine_kernel, slot_gradient_kernel, *([combine_backward_kernel] if k == 8 else [])]
+        for kernel in kernels:
             arguments = {name: known.get(name, "*bf16") for name in kernel.arg_names}
             cases.append((kernel, arguments, {"num_warps": row_warps(width), "num_stages": 3}))
     return cases

@@ -16,8 +16,8 @@ from openk3.ops.latent_moe.experts_kernel import (
     KERNELS,
     WEIGHT_BLOCKS,
     kind_of,
-    row_tiles,
     rows_of_tile,
+    tile_for,
 )
 from openk3.ops.latent_moe.route_fused import Plan
 
@@ -63,11 +63,11 @@ class _Launch:
 
     def blocks(self, name: str, width: int) -> int:
         """Blocks of columns of a row product."""
-        return triton.cdiv(width, row_tiles(self.kind)[self.plan.tile][name].columns)
+        return triton.cdiv(width, tile_for(self.kind, self.plan.tile, name, width).columns)
 
     def rows(self, name: str, tensors: Sequence[Tensor | None], width: int, depth: int) -> None:
         """A row product of `width` columns, a sum over `depth`."""
-        columns, deep, warps, stages = row_tiles(self.kind)[self.plan.tile][name]
+        columns, deep, warps, stages = tile_for(self.kind, self.plan.tile, name, width)
         plan, kernel = self.plan, KERNELS[name]
         known = self.constants | {"BM": plan.tile, "BN": columns, "BK": deep}
         flags = {x: known[x] for x in kernel.arg_names if x in known}

@@ -281,7 +281,7 @@ def backward_settings(experts: int, k: int) -> dict[str, int]:
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile for 896 experts, 16 a token, and for 128 experts, 8 a token; on every GPU the same."""
     cases = []
-    for experts, k, tile in ((896, 16, 64), (128, 8, 128)):
+    for experts, k, tiles in ((896, 16, (64,)), (128, 8, (128, 64, 16))):
         chunk, count = chunks(experts)
         rows = token_rows(experts)
         known: dict[str, Any] = {"ids": "*i64", "masks": "*i32", "counts": "*i32", "scale": "fp32", "RENORMALIZE": True}
@@ -291,7 +291,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         for kernel, own, warps in (
             (route_kernel, choice, ROUTE_WARPS),
             (route_kernel, choice | {"scores": None}, ROUTE_WARPS),
-            (sort_kernel, sort_settings(experts, k, tile), SORT_WARPS),
+            *((sort_kernel, sort_settings(experts, k, tile), SORT_WARPS) for tile in tiles),
             (route_backward_kernel, backward_settings(experts, k), BACKWARD_WARPS),
         ):
             arguments = {name: (known | own).get(name, "*fp32") for name in kernel.arg_names}
