@@ -16,7 +16,7 @@ from openk3.config.model import TextConfig
 from openk3.model.cache import LatentCache, Sequences
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
-from openk3.ops.mla.reference import absorbed_attention, mla_attention
+from openk3.ops.mla.reference import absorbed_attention, joint_attention
 
 LATENT_NORM_EPS = 1e-6  # the released code builds both latent norms with its class default, not with rms_norm_eps
 
@@ -66,7 +66,7 @@ class GatedMLA(nn.Module):
                 outputs.append(self.absorbed(q_THK[rows], latents[which], part.cu_seqlens))
                 continue
             ends = torch.tensor([0, *(len(latent) for latent in latents[which])]).cumsum(0)
-            bounds = part.cu_seqlens, ends.to(part.cu_seqlens)
+            bounds = part.cu_seqlens, ends  # on the CPU: nothing waits for them to be read
             outputs.append(self.expanded(q_THK[rows], torch.cat(latents[which]), *bounds, trace))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -81,15 +81,12 @@ class GatedMLA(nn.Module):
         """o_THV in at least float32, from per-head keys and values of every latent."""
         latent_TC, shared_TR = latent_TC.split((self.kv_rank, self.shared), -1)
         kv_THC = self.kv_b_proj(latent_TC).unflatten(-1, (self.heads, -1))
-        k_THK, v_THV = kv_THC.split((self.nope, self.value), -1)
-        k_THK = torch.cat((k_THK, shared_TR.unsqueeze(1).expand(-1, self.heads, -1)), -1)
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
         wanted = trace.wants("max_logit")
-        result = mla_attention(q_THK, k_THK, v_THV, *cu_seqlens, scale=self.scale, return_max=wanted)
-        if isinstance(result, Tensor):
-            return result
-        o_THV, max_H = result
-        trace.max_logit(self.layer, max_H)
+        o_THV, max_H = joint_attention(
+            q_THK, kv_THC, shared_TR, cu_seqlens_q, cu_seqlens_k, scale=self.scale, return_max=wanted
+        )
+        if max_H is not None:
+            trace.max_logit(self.layer, max_H)
         return o_THV
 
     def absorbed(self, q_THK: Tensor, latents: list[Tensor], cu_seqlens_q: Tensor) -> Tensor:
@@ -99,6 +96,10 @@ class GatedMLA(nn.Module):
         q_THK, q_shared_THR = q_THK.split((self.nope, self.shared), -1)
         q_latent_THC = torch.einsum("thk,hkc->thc", q_THK, key_HKC)
         ctx_THC = absorbed_attention(q_latent_THC, q_shared_THR, latents, cu_seqlens_q, scale=self.scale)
+        narrow = value_HVC.is_cuda and value_HVC.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+        if narrow:  # contexts are rounded as values of the expanded form are
+            ctx_HTC = ctx_THC.transpose(0, 1).to(torch.bfloat16)
+            return torch.bmm(ctx_HTC, value_HVC.mT, out_dtype=torch.float32).transpose(0, 1)
         return torch.einsum("thc,hvc->thv", ctx_THC, value_HVC.to(ctx_THC.dtype))
 
     def prefers_absorbed(self, sequences: Sequences, past: Sequence[int]) -> bool:

@@ -19,15 +19,15 @@ _NONE = compile("", "", "exec")  # code without free variables
 
 
 class Matrix(NamedTuple):
-    """A tensor as rows of `shape[1]` elements, moved by the copy engine in tiles of `block`.
+    """A tensor as rows of elements (or rows of rows), moved by the copy engine in tiles of `block`.
 
     Has the attributes that Triton's launcher reads of a `TensorDescriptor`, and costs nothing to make.
     """
 
     base: Tensor
-    shape: tuple[int, int]
-    strides: tuple[int, int]
-    block: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
     padding: str = "zero"
 
 
@@ -36,13 +36,13 @@ def matrix(x: Tensor, width: int, block: tuple[int, int]) -> Matrix:
     return Matrix(x, (x.numel() // width, width), (width, 1), block)
 
 
-def block_layout(block: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def block_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How a tile of `block` lies in shared memory."""
     element = gl.float32 if dtype == torch.float32 else gl.bfloat16
     return gl.NVMMASharedLayout.get_default_for(list(block), element)
 
 
-def block_type(block: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> str:
+def block_type(block: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> str:
     """Type of a `Matrix` argument, as compilation without a launch needs it."""
     name = "fp32" if dtype == torch.float32 else "bf16"
     return f"tensordesc<{name}{list(block)},{block_layout(block, dtype)!r}>"

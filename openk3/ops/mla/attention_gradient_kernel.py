@@ -11,7 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from openk3.ops.mla.attention_kernel import Settings, Widths, wide
+from openk3.ops.mla.attention_kernel import Settings, wide
+from openk3.ops.mla.attention_views import Widths
 
 
 def settings(element_bytes: int, arch: int) -> dict[str, Settings]:

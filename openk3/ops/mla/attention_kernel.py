@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from openk3.ops.mla.attention_views import Widths
+
 
 class Settings(NamedTuple):
     """Query rows and keys of a block, and launch options."""
@@ -23,20 +25,6 @@ class Settings(NamedTuple):
     def options(self) -> dict[str, int]:
         """What the compiler takes."""
         return {"num_warps": self.warps, "num_stages": self.stages}
-
-
-class Widths(NamedTuple):
-    """Channels of a head: the two parts of a key, and a value; any sizes, padded to powers of two inside kernels."""
-
-    first: int
-    second: int  # may be 0
-    value: int
-
-    def constants(self) -> dict[str, int]:
-        """Compile-time arguments: true and padded sizes."""
-        padded = [0 if width == 0 else max(16, triton.next_power_of_2(width)) for width in self]
-        names = ("A", "B", "V", "PA", "PB", "PV")
-        return dict(zip(names, (*self, *padded)))
 
 
 def settings(element_bytes: int, arch: int) -> Settings:

@@ -1,14 +1,15 @@
 """What a call of causal attention is made of: its sequences and scale, and its tensors as kernels see them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from openk3.ops.mla.attention_kernel import Widths
 from openk3.ops.mla.tiles import Bands
 
 MOST_KEY_CHANNELS = 192
 MOST_VALUE_CHANNELS = 128
+MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS = 512, 64
 LOG2E = 1.4426950408889634
 
 
@@ -23,6 +24,19 @@ class Job:
     bands: Bands
     scale: float
     joint: int | None = None
+
+
+class Widths(NamedTuple):
+    """Channels of a head: the two parts of a key, and a value; any sizes, padded to powers of two inside kernels."""
+
+    first: int
+    second: int  # may be 0
+    value: int
+
+    def constants(self) -> dict[str, int]:
+        """Compile-time arguments of kernels: true and padded sizes."""
+        padded = [0 if width == 0 else max(16, 1 << (width - 1).bit_length()) for width in self]
+        return dict(zip(("A", "B", "V", "PA", "PB", "PV"), (*self, *padded)))
 
 
 @dataclass(frozen=True)

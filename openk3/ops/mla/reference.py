@@ -8,6 +8,11 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.backend import pick
+from openk3.ops.mla.attention_views import MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS, Job, obstacle
+from openk3.ops.mla.tiles import Bands
+from openk3.ops.sequences import bounds_on, integers
+
 # Query rows per tile: enough for full-speed matrix products, few enough to waste little beyond the diagonal; twice as
 # many where the diagonal is a small part of the sequence.
 _TILE_ROWS = 128
@@ -67,15 +72,52 @@ def mla_attention(
     With `return_max`, also the largest scaled causal score of each head [H], detached, for QK-Clip; -inf where
     there is no query. Raises ValueError if boundaries and tensors disagree or a sequence has more queries than keys.
     """
-    ends_q = cu_seqlens_q.tolist()
-    ends_k = ends_q if cu_seqlens_k is None else cu_seqlens_k.tolist()
-    _check(ends_q, ends_k, q_THK.shape[0], k_THK.shape[0])
-    tiles = _plan(ends_q, ends_k)
+    bands = _bands(cu_seqlens_q, cu_seqlens_k, q_THK.shape[0], k_THK.shape[0])
+    job, tensors = Job(bands, scale), (q_THK, k_THK, v_THV)
+    if pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
+        from openk3.ops.mla.attention_fused import attend
+
+        o_THV, max_logit_H = attend(job, *tensors)
+        return (o_THV, max_logit_H) if return_max else o_THV
+    tiles = _plan(bands.queries, bands.keys)
     values = q_THK.shape[1] * sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) for tile in tiles)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THK, k_THK, v_THV))
     options = _Options(tiles, scale, return_max, keep=differentiable and values <= _KEPT_VALUES)
     o_THV, max_logit_H = _Attention.apply(q_THK, k_THK, v_THV, options)
     return (o_THV, max_logit_H) if return_max else o_THV
+
+
+def joint_attention(
+    q_THK: torch.Tensor,
+    kv_THC: torch.Tensor,
+    shared_TR: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    scale: float,
+    return_max: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`mla_attention` of what kv_b gives, without copies of it: (o [Tq, H, V], largest scores [H] or None).
+
+    kv_THC holds a head's own key channels, then its values; the key channels that all heads share come after its own.
+    The width of a query says where values begin. Raises ValueError as `mla_attention`, and if widths do not fit.
+    """
+    own = q_THK.shape[-1] - shared_TR.shape[-1]
+    if not 0 < own < kv_THC.shape[-1] or len(shared_TR) != len(kv_THC):
+        shapes = [list(x.shape) for x in (q_THK, kv_THC, shared_TR)]
+        raise ValueError(f"joint_attention: queries, keys and values, shared keys of shapes {shapes} do not fit")
+    job = Job(_bands(cu_seqlens_q, cu_seqlens_k, len(q_THK), len(kv_THC)), scale, own)
+    tensors = (q_THK, kv_THC, shared_TR)
+    if pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
+        from openk3.ops.mla.attention_fused import attend
+
+        o_THV, max_logit_H = attend(job, *tensors)
+        return o_THV, max_logit_H if return_max else None
+    k_THK = torch.cat((kv_THC[..., :own], shared_TR.unsqueeze(1).expand(-1, kv_THC.shape[1], -1)), -1)
+    bounds = cu_seqlens_q, cu_seqlens_k
+    if return_max:
+        return mla_attention(q_THK, k_THK, kv_THC[..., own:], *bounds, scale=scale, return_max=True)
+    return mla_attention(q_THK, k_THK, kv_THC[..., own:], *bounds, scale=scale), None
 
 
 def absorbed_attention(
@@ -94,17 +136,25 @@ def absorbed_attention(
 
     Raises ValueError if the boundaries do not fit or a sequence has more queries than cached positions.
     """
+    ends = integers(cu_seqlens_q)
+    if len(latents) != len(ends) - 1:
+        raise ValueError(f"latents: {len(latents)} sequences, but cu_seqlens_q has {len(ends) - 1}")
+    for start, end, latent_KD in zip(ends, ends[1:], latents):
+        _check([0, end - start], [0, len(latent_KD)], end - start, len(latent_KD))
+    against = _no_decoding(q_latent_THC, q_shared_THR, latents, scale)
+    if latents and pick("mla", q_latent_THC, obstacle=against) == "triton":
+        from openk3.ops.mla.latent_decode import LatentPages, latent_attention
+
+        pages = LatentPages.of_sequences(latents)
+        most = max(b - a for a, b in zip(ends, ends[1:]))
+        bounds = bounds_on(ends, q_latent_THC.device)
+        return latent_attention(q_latent_THC, q_shared_THR, pages, bounds, scale=scale, new_tokens=max(1, most))
     wide = torch.promote_types(q_latent_THC.dtype, torch.float32)
     q_THK = torch.cat((q_latent_THC, q_shared_THR), -1).to(wide)
     heads, latent_dim = q_latent_THC.shape[1:]
-    ends = cu_seqlens_q.tolist()
-    if len(latents) != len(ends) - 1:
-        raise ValueError(f"latents: {len(latents)} sequences, but cu_seqlens_q has {len(ends) - 1}")
     outputs = [q_THK.new_zeros(0, heads, latent_dim)]
     for start, end, latent_KD in zip(ends, ends[1:], latents):
-        length = latent_KD.shape[0]
-        _check([0, end - start], [0, length], end - start, length)
-        latent_KD = latent_KD.to(wide)
+        length, latent_KD = len(latent_KD), latent_KD.to(wide)
         rows = max(1, min(_TILE_ROWS, _TILE_VALUES // max(1, heads * length)))
         for q0 in range(start, end, rows):
             q1 = min(q0 + rows, end)
@@ -115,6 +165,22 @@ def absorbed_attention(
             probs = scores.softmax(-1).view(-1, seen)
             outputs.append((probs @ latent_KD[:seen, :latent_dim]).view(q1 - q0, heads, latent_dim))
     return torch.cat(outputs)
+
+
+def _no_decoding(
+    q_latent_THC: torch.Tensor, q_shared_THR: torch.Tensor, latents: Sequence[torch.Tensor], scale: float
+) -> str | None:
+    """Why the kernels cannot take cached latents, or None."""
+    tensors = (q_latent_THC, q_shared_THR, *latents)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "they have no gradients through cached latents"
+    if any(x.dtype != q_latent_THC.dtype or x.device != q_latent_THC.device for x in tensors):
+        return "queries and latents differ in format or device"
+    widths = q_latent_THC.shape[2], q_shared_THR.shape[2]
+    if not (0 < widths[0] <= MOST_LATENT_CHANNELS and 0 < widths[1] <= MOST_SHARED_CHANNELS):
+        most = f"{MOST_LATENT_CHANNELS} and {MOST_SHARED_CHANNELS}"
+        return f"latents have {widths[0]} and {widths[1]} channels; they take up to {most}"
+    return None if scale > 0 else f"the scale is {scale}, not positive"
 
 
 class _Tile(NamedTuple):
@@ -154,15 +220,23 @@ class _Options(NamedTuple):
     keep: bool
 
 
-def _check(ends_q: list[int], ends_k: list[int], num_q: int, num_k: int) -> None:
+def _bands(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, num_q: int, num_k: int) -> Bands:
+    ends_q = integers(cu_seqlens_q)
+    ends_k = ends_q if cu_seqlens_k is None else integers(cu_seqlens_k)
+    _check(ends_q, ends_k, num_q, num_k)
+    return Bands(ends_q, ends_k)
+
+
+def _check(ends_q: Sequence[int], ends_k: Sequence[int], num_q: int, num_k: int) -> None:
     if len(ends_q) != len(ends_k) or (ends_q[0], ends_q[-1], ends_k[0], ends_k[-1]) != (0, num_q, 0, num_k):
-        raise ValueError(f"sequence boundaries {ends_q} and {ends_k} do not fit {num_q} queries and {num_k} keys")
+        bounds = f"{list(ends_q)} and {list(ends_k)}"
+        raise ValueError(f"sequence boundaries {bounds} do not fit {num_q} queries and {num_k} keys")
     for i, (q0, q1, k0, k1) in enumerate(zip(ends_q, ends_q[1:], ends_k, ends_k[1:])):
         if not 0 <= q1 - q0 <= max(k1 - k0, 0):
             raise ValueError(f"sequence {i} has {q1 - q0} queries for {k1 - k0} keys; queries are the last positions")
 
 
-def _plan(ends_q: list[int], ends_k: list[int]) -> list[_Tile]:
+def _plan(ends_q: Sequence[int], ends_k: Sequence[int]) -> list[_Tile]:
     """Cut long sequences into tiles of rows, and join short neighbours into one tile."""
     tiles: list[_Tile] = []
     group: list[tuple[int, int]] = []
