@@ -17,11 +17,27 @@ from openk3.ops import KdaGate, chunk_kda
 
 Op = Callable[..., tuple[Tensor, Tensor]]
 ARGUMENTS = NAMES[:-1]
-# Most that bfloat16 products, states and outputs may cost, by the tensors' norms; docs/kda.md has the measured errors.
 SUMS = ("d_A_log", "d_dt_bias")  # over all tokens
-BFLOAT16 = {"o": 6e-3, "final": 6e-3} | {f"d_{name}": 1.5e-2 for name in NAMES}
+# Most that bfloat16 products, states and outputs may cost, by the tensors' norms: about 1.5 times the largest errors of
+# the kernels at real widths (docs/kda.md). One rounding costs 1.7e-3. A_log has few numbers, sums of many that cancel.
+BFLOAT16 = {
+    "o": 4.5e-3,
+    "final": 4e-3,
+    "d_q": 4.3e-3,
+    "d_k": 4.8e-3,
+    "d_v": 3.6e-3,
+    "d_decay_logit": 5.5e-3,
+    "d_beta_logit": 4.5e-3,
+    "d_A_log": 1.5e-2,
+    "d_dt_bias": 4e-3,
+    "d_state": 3e-3,
+}
+# Nothing is forgotten: errors of the states add up.
+OPEN = BFLOAT16 | {"o": 6.2e-3, "final": 5.5e-3, "d_q": 5.5e-3, "d_k": 6.5e-3, "d_v": 4e-3, "d_decay_logit": 7e-3}
+OPEN |= {"d_beta_logit": 6e-3, "d_A_log": 3e-2, "d_dt_bias": 6e-3, "d_state": 5.5e-3}
 # Nearly identical keys, written with beta near 1 and never forgotten: what is read back is a small difference.
-STUBBORN = BFLOAT16 | {"o": 2e-2, "final": 4e-2, "d_q": 2e-2, "d_v": 0.15, "d_beta_logit": 0.2}
+STUBBORN = OPEN | {"o": 1.3e-2, "final": 1.8e-2, "d_q": 1.3e-2, "d_v": 8e-3, "d_decay_logit": 2e-2}
+STUBBORN |= {"d_beta_logit": 2.5e-2, "d_dt_bias": 1.6e-2}
 FLOAT32 = {"o": 2e-5, "final": 2e-5} | {f"d_{name}": 5e-5 for name in NAMES}
 
 
@@ -49,7 +65,9 @@ class Case:
         """Most that errors may be."""
         if self.dtype == torch.float32:
             return FLOAT32
-        return STUBBORN if (self.gates, self.keys) == ("open", "near") else BFLOAT16
+        if self.gates == "open":
+            return STUBBORN if self.keys == "near" else OPEN
+        return BFLOAT16
 
     def __str__(self) -> str:
         lengths = "+".join(map(str, self.lengths[:6])) + ("+.." if len(self.lengths) > 6 else "")
@@ -156,8 +174,8 @@ def assert_extreme_logits(op: Op, case: Case, device: torch.device | str = "cpu"
     for name in ("d_q", "d_k"):  # of a zero row: a thousand times the others, by the root's slope
         got[name][values[name[2:]].abs().sum(2) == 0] *= 1e-3
         want[name][values[name[2:]].abs().sum(2) == 0] *= 1e-3
-    wrong = {name: error for name, error in errors(got, want).items() if error > case.limits[name]}
-    assert wrong == {}
+    limits = replace(case, gates="open").limits
+    assert {name: error for name, error in errors(got, want).items() if error > limits[name]} == {}
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
