@@ -23,6 +23,7 @@ from openk3.ops.newton_schulz_kernel import (
     square_tiling,
     symmetric_kernel,
 )
+from openk3.ops.optimizer_kernel import VALUES, narrow_kernel
 
 # Steps on one Gram matrix: rounding makes some of its eigenvalues negative, and each step multiplies those by a^2.
 GRAM_STEPS = 5
@@ -76,12 +77,16 @@ def chunks(blocks: int, size: int) -> Iterator[slice]:
 
 def newton_schulz_kernels(x_BMN: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
     """`newton_schulz` of matrices of any norm: products of bfloat16, sums in float32, result in x's dtype."""
-    out = torch.empty_like(x_BMN, memory_format=torch.contiguous_format)
-    for part in chunks(len(x_BMN), x_BMN[0].numel()):
-        x = x_BMN[part].float()
-        peak = x.abs().amax((1, 2), keepdim=True)
-        exponent = torch.where(peak.isfinite(), torch.frexp(peak)[1], 0).clamp_(-126, 126)
-        orthogonalize(torch.ldexp(x, -exponent).bfloat16().contiguous(), steps, coefficients, out[part])
+    x_BMN = x_BMN.contiguous()
+    out, size = torch.empty_like(x_BMN), x_BMN[0].numel()
+    for part in chunks(len(x_BMN), size):
+        x = x_BMN[part]
+        peaks = torch.linalg.vector_norm(x, float("inf"), (1, 2), dtype=torch.float32)
+        narrow = torch.empty_like(x, dtype=torch.bfloat16)
+        with on_device(x):
+            grid = (len(x) * triton.cdiv(size, VALUES),)
+            narrow_kernel[grid](x, narrow, peaks, size, VALUES, size % VALUES == 0, num_warps=8)
+        orthogonalize(narrow, steps, coefficients, out[part])
     return out
 
 

@@ -50,6 +50,20 @@ def momentum_kernel(
 
 
 @triton.jit
+def narrow_kernel(x, out, peaks, size, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """x in bfloat16, each matrix of `size` values times the power of two that brings its largest one, peaks, near 1."""
+    pieces = tl.cdiv(size, BLOCK)
+    block = tl.program_id(0) // pieces
+    bits = tl.load(peaks + block).to(tl.int32, bitcast=True)
+    exponent = tl.where(bits < 0x7F800000, (bits >> 23) - 127, 0)
+    factor = tl.exp2(tl.minimum(tl.maximum(-exponent, -126), 126).to(tl.float32))
+    offsets = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    inside = None if WHOLE else offsets < size
+    at = block.to(tl.int64) * size + offsets
+    tl.store(out + at, (tl.load(x + at, mask=inside).to(tl.float32) * factor).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
 def rescale_kernel(x, peaks, size, BLOCK: tl.constexpr, LIMIT: tl.constexpr):
     """Multiply blocks whose largest value lies outside 2^-LIMIT .. 2^LIMIT by a power of two: squares stay in range."""
     pieces = tl.cdiv(size, BLOCK)
@@ -103,6 +117,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     options = {"num_warps": 8, "num_stages": 3}
     values = {"x": "*bf16", "peaks": "*i32", "size": "i32:16", "BLOCK": VALUES}
     momentum = values | {"table": "*i64", "blocks": "i32", "momentum": "fp32", "clip": "fp32"}
+    narrow = {"out": "*bf16", "peaks": "*fp32", "BLOCK": VALUES}
     odd = {"size": "i32", "WHOLE": False, "ALIGNED": False}
     given: dict[str, Any] = {
         "table": "*i64",
@@ -116,6 +131,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         (momentum_kernel, momentum | {"WHOLE": True, "ALIGNED": True}, options),
         (momentum_kernel, momentum | odd, options),
         (rescale_kernel, values | {"LIMIT": RANGE}, options),
+        (narrow_kernel, narrow | {"x": "*bf16", "size": "i32:16", "WHOLE": True}, options),
+        (narrow_kernel, narrow | {"x": "*fp32", "size": "i32", "WHOLE": False}, options),
         (adamw_kernel, given | {"ALIGNED": True}, options),
         (adamw_kernel, given | {"ALIGNED": False}, options),
     ]
