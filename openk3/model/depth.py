@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from openk3.config.model import TextConfig
+from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
-from openk3.ops.attn_res import inter_block, merge_partial, mix_depth
+from openk3.ops.attn_res import fuses, inter_block, merge_normed, merge_partial, mix_depth, mix_depth_normed
 from openk3.ops.norm import at_least_float32
 
 PHASE_ONE_ELEMENTS = 1 << 26  # values of sources and mixtures that phase one may hold at once (256 MiB in float32)
+# Where kernels read depth: as many in the sources' own format, and only where two phases move fewer bytes than one.
+FUSED_PHASE_ONE_ELEMENTS, FUSED_PHASE_ONE_TOKENS, FUSED_PHASE_ONE_SOURCES = 1 << 30, 256, 3
 
 
 class DepthQuery(nn.Module):
@@ -63,6 +66,8 @@ class DepthStream:
         self.partial: Tensor | None = None
         self.writes_per_block = writes_per_block
         self.trace = trace
+        self._fused = fuses([x_TD])
+        self._unsummed: Tensor | None = None  # written, and not yet in `partial`: the next read adds it on its way
         self._upcoming = list(upcoming)
         self._num_reads = 0
         self._num_writes = 0
@@ -71,12 +76,14 @@ class DepthStream:
     @property
     def prefix_TD(self) -> Tensor:
         """The running block sum, or the block that was finished last."""
+        self._settle()
         return self.sources[-1] if self.partial is None else self.partial
 
     def read(self, query: DepthQuery) -> Tensor:
         """h [T, D] = sum_i p_i v_i over the sources so far, p = softmax_i(query . RMSNorm(v_i))."""
+        self._settle()
         self._num_reads += 1
-        if len(self.sources) > 1 and self._upcoming and (self._phase_one or self._begin_phase_one()):
+        if self._has_phase_one():
             return self._merge(self._phase_one.pop(0), query.eps)
         sources = self.sources if self.partial is None else [*self.sources, self.partial]
         if len(sources) == 1:
@@ -85,23 +92,65 @@ class DepthStream:
         self.trace.depth(query.layer, query.site, probs_TL)
         return h_TD
 
+    def read_normed(self, query: DepthQuery, norm: RMSNorm) -> Tensor:
+        """norm(read(query)) [T, D]; kernels do both, and the sum of the last write, in one pass over the sources."""
+        closing = self._num_writes % self.writes_per_block == 0
+        if not self._fused or self.partial is None or norm.eps != query.eps or (closing and self._upcoming):
+            return norm(self.read(query))
+        self._num_reads += 1
+        if self._has_phase_one():
+            one = self._phase_one.pop(0)
+            normed_TD, newest_TD = merge_normed(
+                one[1:], self.partial, one.vector_D, norm.weight, eps=norm.eps, addend_TD=self._unsummed
+            )
+            self._settle(newest_TD)
+            return normed_TD
+        found = mix_depth_normed(
+            [*self.sources, self.partial], query.proj, query.norm, norm.weight, norm.eps, addend_TD=self._unsummed
+        )
+        self._settle(found.newest_TD)
+        self.trace.depth(query.layer, query.site, found.probs_TL)
+        return found.normed_TD
+
     def write(self, y_TD: Tensor) -> None:
         """Add a sub-layer's output to the running block; the block's last write makes it a source."""
-        self.partial = y_TD if self.partial is None else self.partial + y_TD
+        self._settle()
+        if self.partial is None:
+            self.partial = y_TD
+        else:
+            self._unsummed = y_TD
         self._num_writes += 1
-        if self._num_writes % self.writes_per_block == 0:
+        if not self._fused:
+            self._settle()
+
+    def _settle(self, newest_TD: Tensor | None = None) -> None:
+        """Bring the running block up to date, by a sum made elsewhere if there is one, and close it if it is full."""
+        if self._unsummed is not None:
+            assert self.partial is not None
+            self.partial = self.partial + self._unsummed if newest_TD is None else newest_TD
+            self._unsummed = None
+        if self.partial is not None and self._num_writes % self.writes_per_block == 0:
             self.sources = [*self.sources, self.partial]
             self.partial = None
+
+    def _has_phase_one(self) -> bool:
+        """Whether the next read has a phase-one result; begins a phase one if that is worth it."""
+        return len(self.sources) > 1 and bool(self._upcoming) and (bool(self._phase_one) or self._begin_phase_one())
 
     def _begin_phase_one(self) -> bool:
         """Phase one for the next reads, as many as share the finished sources and fit into memory."""
         left_in_block = self.writes_per_block - self._num_writes % self.writes_per_block
-        room = PHASE_ONE_ELEMENTS // max(1, self.sources[0].numel()) - len(self.sources)
+        elements = FUSED_PHASE_ONE_ELEMENTS if self._fused else PHASE_ONE_ELEMENTS
+        room = elements // max(1, self.sources[0].numel()) - len(self.sources)
         queries = self._upcoming[self._num_reads - 1 :][: max(0, min(left_in_block, room))]
         if len(queries) < 2:  # nothing to share: the plain softmax reads less memory
             return False
+        few = len(self.sources) < FUSED_PHASE_ONE_SOURCES or len(self.sources[0]) < FUSED_PHASE_ONE_TOKENS
+        if self._fused and few:
+            return False
         vectors_QD = torch.stack([query.vector_D() for query in queries])
-        o_QTD, max_QT, sum_QT = inter_block(self.sources, vectors_QD, queries[0].eps)
+        options = {"dtype": self.sources[0].dtype} if self._fused else {}
+        o_QTD, max_QT, sum_QT = inter_block(self.sources, vectors_QD, queries[0].eps, **options)
         self._phase_one = [_PhaseOne(*row) for row in zip(vectors_QD, o_QTD, max_QT, sum_QT, strict=True)]
         return True
 
@@ -121,6 +170,10 @@ class ResidualStream:
     def read(self, query: DepthQuery) -> Tensor:
         """The running sum, whatever the query."""
         return self.prefix_TD
+
+    def read_normed(self, query: DepthQuery, norm: RMSNorm) -> Tensor:
+        """Its norm, whatever the query."""
+        return norm(self.prefix_TD)
 
     def write(self, y_TD: Tensor) -> None:
         """Add to it."""

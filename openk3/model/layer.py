@@ -36,10 +36,11 @@ class Layer(nn.Module):
         trace: Trace = NO_TRACE,
     ) -> None:
         """Reads from and writes to `depth`; there is no other path from layer to layer."""
-        y_TD = self.mixer(self.mix_norm(depth.read(self.mix_query)), sequences, cache, trace)
+        y_TD = self.mixer(depth.read_normed(self.mix_query, self.mix_norm), sequences, cache, trace)
         depth.write(y_TD)
         trace.mixer_out(self.index, y_TD)
-        y_TD = self.ffn(self.ffn_norm(depth.read(self.ffn_query)), trace)
+        y_TD = self.ffn(depth.read_normed(self.ffn_query, self.ffn_norm), trace)
         depth.write(y_TD)
         trace.ffn_out(self.index, y_TD)
-        trace.layer_out(self.index, depth.prefix_TD)
+        if trace.wants("layer_out"):
+            trace.layer_out(self.index, depth.prefix_TD)

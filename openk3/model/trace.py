@@ -18,7 +18,7 @@ class Trace:
     """
 
     def wants(self, name: str) -> bool:
-        """Whether the forward pass should compute what only a trace needs: 'max_logit', 'depth' or 'decay'."""
+        """Whether to compute what only a trace needs: 'max_logit', 'depth', 'decay' or 'layer_out'."""
         return False
 
     def routing(self, layer: int, scores_TE: Tensor, bias_E: Tensor, routes: Routes) -> None:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from openk3.ops.backend import pick
+from openk3.ops.norm import rms_norm
+
+
+class NormedMix(NamedTuple):
+    """What `mix_depth_normed` returns."""
+
+    normed_TD: torch.Tensor
+    mixed_TD: torch.Tensor | None  # if asked for
+    newest_TD: torch.Tensor  # the last source, with what was added to it
+    probs_TL: torch.Tensor
 
 
 def mix_depth(
@@ -24,10 +36,72 @@ def mix_depth(
     """
     if not sources:
         raise ValueError("sources: need at least one depth source")
+    if fuses(sources):
+        return _mixed_by_kernel(sources, query_D, norm_weight_D, eps)
     wide = torch.promote_types(sources[0].dtype, torch.float32)
     vector_D = query_D.to(wide) * norm_weight_D.to(wide)
     mixed_TD, probs_TL = _MixDepth.apply(vector_D, eps, *sources)
     return mixed_TD, probs_TL
+
+
+def mix_depth_normed(
+    sources: Sequence[torch.Tensor],
+    query_D: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    out_weight_D: torch.Tensor,
+    eps: float,
+    *,
+    addend_TD: torch.Tensor | None = None,
+    keep_mixed: bool = False,
+) -> NormedMix:
+    """`mix_depth`, then the `rms_norm` of the mixture by `out_weight_D`, with one `eps` for both.
+
+    `addend_TD`, if given, is added to the last source first: the sum is the last source that is mixed, and is
+    returned as `newest_TD`. Kernels do all of it in one pass over the sources; the mixture itself is written only if
+    `keep_mixed`. Raises ValueError if there is no source.
+    """
+    if not sources:
+        raise ValueError("sources: need at least one depth source")
+    dtypes = {x.dtype for x in (*sources, *(() if addend_TD is None else (addend_TD,)))}
+    if len(dtypes) == 1 and fuses(sources):
+        from openk3.ops.attn_res_fused import Wanted, mix
+
+        wanted = Wanted(keep_mixed, True, eps)
+        mixed_TD, normed_TD, newest_TD, probs_TL = mix(
+            sources, (query_D, norm_weight_D, out_weight_D), wanted, addend_TD
+        )
+        assert normed_TD is not None
+        return NormedMix(normed_TD, mixed_TD, newest_TD, probs_TL)
+    newest_TD = sources[-1] if addend_TD is None else sources[-1] + addend_TD
+    mixed_TD, probs_TL = mix_depth([*sources[:-1], newest_TD], query_D, norm_weight_D, eps)
+    normed_TD = rms_norm(mixed_TD, out_weight_D, eps)
+    return NormedMix(normed_TD, mixed_TD if keep_mixed else None, newest_TD, probs_TL)
+
+
+def fuses(sources: Sequence[torch.Tensor]) -> bool:
+    """Whether kernels mix these sources; then reading and norming at once saves passes over them."""
+
+    def obstacle() -> str | None:
+        from openk3.ops.attn_res_fused import obstacle
+
+        return obstacle(sources)
+
+    return pick("attn_res", sources[0]) == "triton" and pick("attn_res", sources[0], obstacle=obstacle()) == "triton"
+
+
+def _mixed_by_kernel(
+    sources: Sequence[torch.Tensor], query_D: torch.Tensor, norm_weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mix_depth` by kernels, which take sources of one format: different ones are widened first."""
+    from openk3.ops.attn_res_fused import Wanted, mix
+
+    kind = sources[0].dtype
+    for source_TD in sources[1:]:
+        kind = torch.promote_types(kind, source_TD.dtype)
+    rows = [source_TD.to(kind) for source_TD in sources]
+    mixed_TD, _, _, probs_TL = mix(rows, (query_D, norm_weight_D, None), Wanted(True, False, eps))
+    assert mixed_TD is not None
+    return mixed_TD.to(sources[0].dtype), probs_TL
 
 
 class _MixDepth(torch.autograd.Function):
@@ -82,15 +156,20 @@ class _MixDepth(torch.autograd.Function):
 
 
 def inter_block(
-    sources: Sequence[torch.Tensor], vectors_QD: torch.Tensor, eps: float
+    sources: Sequence[torch.Tensor], vectors_QD: torch.Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Phase one of the two-phase form: mix the finished blocks for Q vectors at once.
 
     `sources`: L >= 1 tensors [T, D] in any floating dtype; `vectors_QD`: one `norm_weight * query` per sub-layer
     that reads these blocks. Returns (o_QTD the normalised mix, max_QT the largest score, sum_QT the sum of
-    exponentials relative to it), all in at least float32; `merge_partial` finishes each one. Report §5.4.2.
+    exponentials relative to it), all in at least float32 unless o_QTD's `dtype` is given (half the memory, one more
+    rounding); `merge_partial` finishes each one. Report §5.4.2.
     """
     wide = torch.promote_types(sources[0].dtype, torch.float32)
+    if _in_phases(sources):
+        from openk3.ops import attn_res_fused
+
+        return attn_res_fused.inter_block(sources, vectors_QD, eps, dtype or wide)
     values_TLD = torch.stack([source_TD.to(wide) for source_TD in sources], 1)
     rrms_TL = _reciprocal_rms(values_TLD, eps)
     scores_TLQ = (values_TLD @ vectors_QD.to(wide).T) * rrms_TL.unsqueeze(-1)
@@ -98,7 +177,7 @@ def inter_block(
     weights_TLQ = torch.exp(scores_TLQ - max_TQ.unsqueeze(1))
     sum_TQ = weights_TLQ.sum(1)
     o_TQD = torch.bmm((weights_TLQ / sum_TQ.unsqueeze(1)).mT, values_TLD)
-    return o_TQD.transpose(0, 1), max_TQ.T, sum_TQ.T
+    return o_TQD.transpose(0, 1).to(dtype or wide), max_TQ.T, sum_TQ.T
 
 
 def merge_partial(
@@ -115,6 +194,10 @@ def merge_partial(
     `o_TD`, `max_T`, `sum_T` are one row q of what `inter_block` returned, `vector_D` is its vector, `partial_TD`
     the running block sum. Equal to `mix_depth` over the blocks and the partial sum; in partial_TD's dtype.
     """
+    if _in_phases([partial_TD]):
+        from openk3.ops.attn_res_fused import merge
+
+        return merge((o_TD, max_T, sum_T), partial_TD, vector_D, eps=eps)[0]
     wide = torch.promote_types(partial_TD.dtype, torch.float32)
     value_TD = partial_TD.to(wide)
     score_T = (value_TD @ vector_D.to(wide)) * _reciprocal_rms(value_TD, eps)
@@ -123,6 +206,34 @@ def merge_partial(
     total_T = old_T + new_T
     mixed_TD = o_TD * (old_T / total_T).unsqueeze(-1) + value_TD * (new_T / total_T).unsqueeze(-1)
     return mixed_TD.to(partial_TD.dtype)
+
+
+def merge_normed(
+    phase_one: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    partial_TD: torch.Tensor,
+    vector_D: torch.Tensor,
+    out_weight_D: torch.Tensor,
+    *,
+    eps: float,
+    addend_TD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_partial`, then the `rms_norm` of the mixture: (normed, newest block sum).
+
+    `phase_one` is (o_TD, max_T, sum_T) of one vector. `addend_TD`, if given, is added to the block sum first.
+    """
+    same = addend_TD is None or addend_TD.dtype == partial_TD.dtype
+    if same and _in_phases([partial_TD]):
+        from openk3.ops.attn_res_fused import merge
+
+        return merge(phase_one, partial_TD, vector_D, eps=eps, addend=addend_TD, out_weight=out_weight_D)
+    newest_TD = partial_TD if addend_TD is None else partial_TD + addend_TD
+    mixed_TD = merge_partial(*phase_one, newest_TD, vector_D=vector_D, eps=eps)
+    return rms_norm(mixed_TD, out_weight_D, eps), newest_TD
+
+
+def _in_phases(sources: Sequence[torch.Tensor]) -> bool:
+    """Whether kernels do the two phases; they have no gradients."""
+    return not torch.is_grad_enabled() and len({x.dtype for x in sources}) == 1 and fuses(sources)
 
 
 def _reciprocal_rms(value: torch.Tensor, eps: float) -> torch.Tensor:
