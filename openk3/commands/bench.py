@@ -17,9 +17,10 @@ from openk3.commands.memory import TRAINING_BYTES, require_memory
 from openk3.config.train import DataConfig, PretrainConfig
 from openk3.inputs.packed import Packed
 from openk3.model.accounting import account
+from openk3.model.k3 import K3
 from openk3.model.roofline import H200, Roofline, roofline
 from openk3.runtime.cpu import tune_cpu
-from openk3.runtime.device import pick_device
+from openk3.runtime.device import pick_device, pick_dtype, seed_everything
 from openk3.train.breakdown import breakdown, mark
 from openk3.train.flops import model_flops, utilisation
 from openk3.train.state import TrainState
@@ -52,7 +53,7 @@ def complete(flags: Bench) -> PretrainConfig:
 
 def measure(config: PretrainConfig, flags: Bench) -> dict[str, Any]:
     """Build the model, warm up, time `steps` steps and profile one."""
-    state = TrainState.build(config)
+    state = TrainState.around(random_model(config), config)
     batches = random_batches(config)
     device = state.device
 
@@ -99,6 +100,20 @@ def measure(config: PretrainConfig, flags: Bench) -> dict[str, Any]:
     del vars(state.optimizer)["step"]
     rows = operations(times, bound if device.type == "cuda" else None, tokens)
     return found | {"operations": rows, "busy_seconds": sum(times.values())}
+
+
+@torch.no_grad()
+def random_model(config: PretrainConfig) -> K3:
+    """Weights drawn on the device: true initial ones are drawn on a CPU, which takes minutes for large models."""
+    device = pick_device(config.device)
+    seed_everything(config.seed)
+    model = K3.empty(config.model, dtype=pick_dtype(config.dtype, device), device=device)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.ndim > 1:
+            tensor.normal_(std=config.model.text.initializer_range)
+        else:
+            tensor.fill_(float("norm" in name))
+    return model
 
 
 def operations(times: dict[str, float], bound: Roofline | None, tokens: int) -> list[dict[str, Any]]:
