@@ -138,13 +138,13 @@ class Packed:
         return torch.arange(self.num_tokens, device=self.cu_seqlens.device) - self.cu_seqlens[self.sequence_T]
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same batch with every tensor on `device`."""
+        """The same batch with every tensor on `device`; a GPU is not waited for."""
         return dataclasses.replace(
             self,
-            token_ids_T=self.token_ids_T.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            images=tuple(MediaItem(item.pixels_N3PP.to(device), item.grid_thw) for item in self.images),
-            labels_T=None if self.labels_T is None else self.labels_T.to(device),
+            token_ids_T=_moved(self.token_ids_T, device),
+            cu_seqlens=_moved(self.cu_seqlens, device),
+            images=tuple(MediaItem(_moved(item.pixels_N3PP, device), item.grid_thw) for item in self.images),
+            labels_T=None if self.labels_T is None else _moved(self.labels_T, device),
         )
 
     def shifted_labels(self) -> Tensor:
@@ -152,8 +152,9 @@ class Packed:
         labels_T = self.token_ids_T if self.labels_T is None else self.labels_T
         shifted_T = torch.full_like(labels_T, IGNORE)
         shifted_T[:-1] = labels_T[1:]
-        ends = self.cu_seqlens[1:][self.lengths > 0].long() - 1
-        shifted_T[ends] = IGNORE
+        if len(shifted_T):
+            # An empty sequence names the last token before it once more, or, as -1, the last one of all.
+            shifted_T[self.cu_seqlens[1:].long() - 1] = IGNORE
         return shifted_T
 
     def expand(self, media_token_id: int) -> Packed:
@@ -180,6 +181,13 @@ class Packed:
         rows_T = self.sequence_T
         out[rows_T.to(x_T.device), (starts[rows_T] + self.position_T).to(x_T.device)] = x_T
         return out
+
+
+def _moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """x on a device; from memory that a GPU reads by itself, as a copy from any other waits for its turn."""
+    if x.device.type == "cpu" and torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def _expand(packed: Packed, media_token_id: int) -> Packed:

@@ -6,6 +6,7 @@ Its depth queries exist in the checkpoint layout and do nothing, because the lay
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from openk3.model.depth import ResidualStream
 from openk3.model.layer import Layer
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.sequences import bounds_on, remember_integers
 
 
 class MTPLayer(nn.Module):
@@ -58,8 +60,14 @@ class Pairs(NamedTuple):
 
 def next_token_pairs(sequences: Sequences) -> Pairs:
     """Every position but the last of each sequence, so that no pair crosses a boundary; t + 1 is `here_T + 1`."""
-    is_last_T = torch.zeros(sequences.ends[-1], dtype=torch.bool, device=sequences.cu_seqlens.device)
-    lengths = sequences.cu_seqlens.diff()
-    is_last_T[(sequences.cu_seqlens[1:][lengths > 0] - 1).long()] = True
-    shorter = torch.cat((lengths.new_zeros(1), (lengths - 1).clamp_min(0))).cumsum(0)
-    return Pairs((~is_last_T).nonzero().flatten(), Sequences(shorter.to(sequences.cu_seqlens.dtype)))
+    device = sequences.cu_seqlens.device
+    # Made on the CPU, so that a GPU need not be asked how many there are.
+    counts = [max(0, length - 1) for length in sequences.lengths]
+    bounds = tuple(accumulate(counts, initial=0))
+    shift_N = torch.tensor(sequences.ends[:-1], dtype=torch.int64) - torch.tensor(bounds[:-1], dtype=torch.int64)
+    here_T = torch.arange(bounds[-1]) + shift_N.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    if device.type == "cuda":
+        here_T = here_T.pin_memory().to(device, non_blocking=True)
+    shorter = bounds_on(bounds, device)
+    remember_integers(shorter, bounds)
+    return Pairs(here_T, Sequences(shorter))

@@ -60,12 +60,22 @@ class Memory:
             if reference() is x and version == x._version:
                 return values
         values = tuple(x.tolist())
+        self.remember(x, values)
+        return values
+
+    def remember(self, x: Tensor, values: tuple[int, ...]) -> None:
+        """Answer `integers` of x with these, its values, until it is written to."""
         others = [known for known in self._known if known[0]() is not None and known[0]() is not x]
         self._known = [(weakref.ref(x), x._version, values), *others][:_REMEMBERED]
-        return values
 
 
 _MEMORY = Memory()
+
+
+def remember_integers(x: Tensor, values: Iterable[int]) -> None:
+    """Take the values of a 1-d integer tensor on a GPU from here, so that it need not be waited for."""
+    if x.device.type != "cpu" and not x.is_inference():
+        _MEMORY.remember(x, tuple(values))
 
 
 def integers(x: Tensor) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from openk3.inputs.packed import IGNORE, Packed
 from openk3.model.k3 import K3, Losses
 from openk3.model.trace import Trace
+from openk3.ops.sequences import remember_integers
 from openk3.optim.qk_clip import apply_qk_clip
 from openk3.optim.schedule import learning_rate
 from openk3.train.side_by_side import gradients_in_order
@@ -78,7 +79,9 @@ def _backward(
     losses: list[dict[str, Tensor]] = [{} for _ in batches]
 
     def forward(n: int) -> Tensor:
-        objective, losses[n] = _forward(state, batches[n].to(state.device), loss, shares[n])
+        packed = batches[n].to(state.device)
+        remember_integers(packed.cu_seqlens, batches[n].cu_seqlens.tolist())
+        objective, losses[n] = _forward(state, packed, loss, shares[n])
         return objective
 
     jobs = [partial(forward, n) for n in range(len(batches))]

@@ -277,3 +277,10 @@ def test_a_layout_that_does_not_fit_is_refused(cu_seqlens: list[int], words: str
     with pytest.raises(ValueError, match="labels_T: 2 labels for 3 tokens"):
         Packed(ids_T, torch.tensor([0, 3]), labels_T=ids_T[:2])
     assert Packed(ids_T, torch.tensor([0, 0, 3], dtype=torch.int32)).lengths.tolist() == [0, 3]
+
+
+def test_shifted_labels_of_empty_sequences() -> None:
+    """Empty sequences first, between, last and alone change no label of the others."""
+    packed = Packed.join([[], [1, 2, 3], [], [], [4], [5, 6], []])
+    assert packed.shifted_labels().tolist() == [2, 3, -100, -100, 6, -100]
+    assert Packed.join([[], []]).shifted_labels().tolist() == Packed.join([]).shifted_labels().tolist() == []

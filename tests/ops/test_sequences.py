@@ -6,7 +6,7 @@ import pytest
 import torch
 from op_checks import Watch
 
-from openk3.ops.sequences import Memory, bounds_on, sequence_bounds
+from openk3.ops.sequences import Memory, bounds_on, integers, remember_integers, sequence_bounds
 
 
 def test_bounds() -> None:
@@ -47,3 +47,14 @@ def test_bounds_on_a_device_are_made_once() -> None:
     device = torch.device("cpu")
     assert bounds_on((0, 3, 3), device) is bounds_on((0, 3, 3), device)
     assert bounds_on((0, 3, 3), device).dtype == torch.int32 and bounds_on((0, 3, 3), device).tolist() == [0, 3, 3]
+
+
+def test_values_that_are_known_are_not_read() -> None:
+    """What is remembered is answered, until the tensor is written to."""
+    memory, x = Memory(), torch.tensor([0, 3, 7])
+    memory.remember(x, (0, 4, 7))
+    assert memory.integers(x) == (0, 4, 7)
+    x.add_(1)
+    assert memory.integers(x) == (1, 4, 8)
+    remember_integers(x, [5])  # a tensor on the CPU is read, whatever was said of it
+    assert integers(x) == (1, 4, 8)
