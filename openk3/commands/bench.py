@@ -6,13 +6,12 @@ import dataclasses
 import json
 import time
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from openk3 import recipes
 from openk3.commands.errors import UserError
-from openk3.commands.flags import Bench
 from openk3.commands.memory import TRAINING_BYTES, require_memory
 from openk3.config.train import DataConfig, PretrainConfig
 from openk3.inputs.packed import Packed
@@ -25,6 +24,9 @@ from openk3.train.breakdown import breakdown, mark
 from openk3.train.flops import model_flops, utilisation
 from openk3.train.state import TrainState
 from openk3.train.step import next_token_loss, train_step
+
+if TYPE_CHECKING:  # the flags' parser is not needed to measure
+    from openk3.commands.flags import Bench
 
 
 def run(flags: Bench) -> None:
