@@ -38,7 +38,7 @@ def logprobs_and_gradients(h: Tensor, weight: Tensor, ids_T: Tensor, chunk: int 
     """Log-probabilities and entropies, and gradients of a combination of those that are used."""
     leaves = [x.clone().requires_grad_() for x in (h, weight)]
     results = token_logprobs(*leaves, ids_T, chunk=chunk)
-    factors = (random(len(ids_T), seed=seed).to(results[0].dtype) for seed in (4, 5))
+    factors = (random(len(ids_T), seed=seed).to(results[0]) for seed in (4, 5))
     loss = sum((x * factor).sum() for x, factor, name in zip(results, factors, ("p", "e")) if name in used)
     return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
