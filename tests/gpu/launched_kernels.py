@@ -98,6 +98,23 @@ def run_latent_moe() -> None:
     torch.autograd.grad(situ_glu(gate, up, 4.0, 25.0).sum(), (gate, up))
 
 
+def run_depth() -> None:
+    """Depth reads of layers and of the output, forward and backward; phase one for a block's queries, and a merge."""
+    from openk3.ops.attn_res import inter_block, merge_normed, mix_depth, mix_depth_normed
+
+    rows = [torch.randn(300, 7168, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(10)]
+    query, norm, out = (torch.randn(7168, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    for L in (2, 5, 9):
+        found = mix_depth_normed(rows[:L], query, norm, out, 1e-5, addend_TD=rows[9])
+        torch.autograd.grad((found.normed_TD.sum() + found.newest_TD.sum()), [query, norm, out, *rows[:L], rows[9]])
+    torch.autograd.grad(mix_depth(rows[:9], query, norm, 1e-5)[0].sum(), [query, norm, *rows[:9]])
+    with torch.no_grad():
+        vectors = torch.randn(24, 7168, device="cuda")
+        one = inter_block(rows[:8], vectors, 1e-5, dtype=torch.bfloat16)
+        first = one[0][0], one[1][0], one[2][0]
+        merge_normed(first, rows[8], vectors[0], out, eps=1e-5, addend_TD=rows[9])
+
+
 def key(kernel: Any, source: Any, options: dict[str, int]) -> str:
     """What makes a variant: types and constants of its arguments, and how it is launched."""
     constants = sorted((path, str(value)) for path, value in source.constants.items())
@@ -129,7 +146,7 @@ def launched(arch: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run, then print."""
-    for part in (run_attention, run_decoding, run_convolutions, run_latent_moe):
+    for part in (run_attention, run_decoding, run_convolutions, run_latent_moe, run_depth):
         part()
     major, minor = torch.cuda.get_device_capability()
     print(json.dumps(list(launched(10 * major + minor))))
