@@ -234,7 +234,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= {f"{name}_ptr": "*fp32" for name in ("o", "log", "delta", "sum")}
     given |= {f"{name}_ptr": "*i32:1" for name in ("key", "query", "order")} | {"scale": "fp32"}
     given |= dict.fromkeys(("T", "row", "H", "count", "each", "strip_low", "tile_low", "tile_high", "head_low"), "i32")
-    given |= {"STRIDES": (96 * 192, 192, 96 * 256, 256, 64, 0, 96 * 256, 256), "PRECISION": "tf32x3"}
+    given |= {"STRIDES": (96 * 192, 192, 96 * 256, 256, 576, 0, 96 * 256, 256), "PRECISION": "tf32x3"}
     given |= {"D_STRIDES": (96 * 256, 256, 96 * 64, 64, 96 * 256, 256)} | widths.constants()
     ends = [(True, True), (True, False), (False, False), (False, True)]
     delta = {"d_o_ptr": "*fp32", "STRIDES": (96 * 128, 128), "ROWS": 32}

@@ -35,7 +35,7 @@ class LatentPages:
     page_stride: int
     token_stride: int
     width: int
-    bounded: bool = True  # whether all rows of all pages are memory that may be read
+    apart: tuple[Tensor, ...] = ()  # latents in memory of their own: rows behind theirs must not be read
 
     @classmethod
     def of_pages(cls, latent_PTC: Tensor, page_NP: Tensor, length_N: Tensor) -> "LatentPages":
@@ -64,18 +64,17 @@ class LatentPages:
     def of_sequences(cls, latents: Sequence[Tensor]) -> "LatentPages":
         """One tensor [length, C+R] for each request, wherever it lies."""
         first = latents[0]
-        rows = [x if x.stride(1) == 1 and x.stride(0) == first.stride(0) else x.contiguous() for x in latents]
-        if any(x.stride() != rows[0].stride() for x in rows if len(x)):
-            rows = [x.contiguous() for x in rows]
-        first = rows[0]
+        rows = tuple(latents)
+        if first.stride(1) != 1 or any(x.stride() != first.stride() for x in rows):
+            rows = tuple(x.contiguous() for x in rows)
+            first = rows[0]
         away = [(x.data_ptr() - first.data_ptr()) // first.element_size() if len(x) else 0 for x in rows]
         unit = _UNIT if all(distance % _UNIT == 0 for distance in away) else 1
         pages = torch.tensor([[distance // unit] for distance in away], dtype=torch.int64)
         lengths = torch.tensor([len(x) for x in rows], dtype=torch.int32)
         most = max(1, *(len(x) for x in rows))
-        stride = max(rows[0].stride(0), rows[0].shape[1])
         table = pages.to(first.device), lengths.to(first.device)
-        return cls(first, *table, 1, most, unit, stride, first.shape[1], bounded=False)
+        return cls(first, *table, 1, most, unit, first.stride(0), first.shape[1], rows)
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ def _suits_hopper(pages: LatentPages) -> bool:
     strides = (pages.page_stride, pages.token_stride)
     return (
         prefers_gluon(pages.memory.device)
-        and pages.bounded
+        and not pages.apart
         and pages.memory.dtype == torch.bfloat16
         and pages.width == sum(_HOPPER_WIDTHS)
         and (pages.page_tokens % _HOPPER_BLOCK == 0 or pages.page_NP.shape[1] == 1)

@@ -273,8 +273,9 @@ def latent_gluon(
     runs = gl.num_programs(0) // PARTS
     before_ptr += part * (N + 1)
     total = gl.load(before_ptr + N).to(gl.int64)
-    block = (run * total // runs).to(gl.int32)
-    last = ((run + 1) * total // runs).to(gl.int32)
+    used = gl.maximum(gl.minimum(total, runs), 1)  # each of these has a block at least
+    block = (gl.minimum(run, used) * total // used).to(gl.int32)
+    last = (gl.minimum(run + 1, used) * total // used).to(gl.int32)
     n = _request_of(before_ptr, N, block)
     pieces: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], io)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, ROWS], io)

@@ -106,8 +106,9 @@ def latent_kernel(
     run, runs = tl.program_id(0) // PARTS, tl.num_programs(0) // PARTS
     before_ptr += part * (N + 1)
     total = tl.load(before_ptr + N).to(tl.int64)
-    block = (run * total // runs).to(tl.int32)
-    last = ((run + 1) * total // runs).to(tl.int32)
+    used = tl.maximum(tl.minimum(total, runs), 1)  # each of these has a block at least
+    block = (tl.minimum(run, used) * total // used).to(tl.int32)
+    last = (tl.minimum(run + 1, used) * total // used).to(tl.int32)
     n = _request_of(before_ptr, N, block)
     key = tl.arange(0, BLOCK)
     row = part * ROWS + tl.arange(0, ROWS)
@@ -177,9 +178,10 @@ def combine_kernel(
     part = row // ROWS
     before_ptr += part * (N + 1)
     total = tl.load(before_ptr + N).to(tl.int64)
+    used = tl.minimum(total, runs)
     first_block, last_block = tl.load(before_ptr + n).to(tl.int64), tl.load(before_ptr + n + 1).to(tl.int64) - 1
-    first = ((first_block + 1) * runs - 1) // total
-    last = ((last_block + 1) * runs - 1) // total
+    first = ((first_block + 1) * used - 1) // total
+    last = ((last_block + 1) * used - 1) // total
     if last > first:
         channel = tl.arange(0, PC)
         peak = float("-inf")
