@@ -21,6 +21,7 @@ from openk3.config.model import ModelConfig
 from openk3.engine.page_memory import PageMemory
 from openk3.engine.page_plans import RequestCache
 from openk3.model.cache import Sequences, States
+from openk3.ops.mla.paged_rows import PagedRows, PageTables
 
 
 class Span(NamedTuple):
@@ -70,6 +71,12 @@ class Batch:
         )
 
     @cached_property
+    def tables(self) -> PageTables:
+        """Where all tokens of each request lie, those of the pass included."""
+        lengths = tuple(span.start + span.num_tokens for span in self.spans)
+        return PageTables(tuple(span.cache.pages for span in self.spans), lengths, self.page_tokens, self.device)
+
+    @cached_property
     def slots(self) -> list[Tensor]:
         """For each group of KDA layers, the page of each request's state [N]."""
         groups = zip(*(span.cache.states for span in self.spans))
@@ -110,27 +117,14 @@ class PagedLatents:
         """Tokens of each request before the pass."""
         return self._owner.batch.starts
 
-    def append(self, latent_TC: Tensor, sequences: Sequences) -> list[Tensor]:
-        """Write the pass's rows; returns each request's rows, in place where one page holds them all."""
+    def append(self, latent_TC: Tensor, sequences: Sequences) -> PagedRows:
+        """Write the pass's rows; returns all rows of each request, where they lie."""
         batch = self._owner.batch
         self._latents_PTC[batch.targets] = latent_TC.to(self._latents_PTC.dtype)
-        return [self._rows(span) for span in batch.spans]
+        return PagedRows(self._latents_PTC, batch.tables)
 
     def commit(self) -> None:
         """Rows count once the books say so: nothing to do here."""
-
-    def _rows(self, span: Span) -> Tensor:
-        size = self._owner.batch.page_tokens
-        end = span.start + span.num_tokens
-        pages = span.cache.pages[: -(-end // size)]
-        if len(pages) == 1:
-            return self._latents_PTC[pages[0], :end]
-        if not pages:
-            return self._latents_PTC[0, :0]
-        *full, last = pages
-        return torch.cat(
-            [*(self._latents_PTC[page] for page in full), self._latents_PTC[last, : end - len(full) * size]]
-        )
 
 
 class PagedCache:

@@ -100,8 +100,8 @@ class LatentCache(Protocol):
         """Rows of each sequence before the pass."""
         ...
 
-    def append(self, latent_TC: Tensor, sequences: Sequences) -> list[Tensor]:
-        """Add the pass's rows; returns each sequence's rows [length, C+R], old and new."""
+    def append(self, latent_TC: Tensor, sequences: Sequences) -> Sequence[Tensor]:
+        """Add the pass's rows; returns each sequence's rows [length, C+R], old and new; slices of it are the same."""
         ...
 
     def commit(self) -> None:

@@ -56,7 +56,7 @@ class GatedMLA(nn.Module):
         return self.o_proj(o_TC.to(x_TD.dtype))
 
     def _continue(
-        self, q_THK: Tensor, latents: list[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace
+        self, q_THK: Tensor, latents: Sequence[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace
     ) -> Tensor:
         """o_THV of sequences that had `past` rows before the pass; those with few new tokens that come first apart."""
         traced, outputs = trace.wants("max_logit"), []
@@ -65,9 +65,10 @@ class GatedMLA(nn.Module):
             if not traced and self.prefers_absorbed(part, past[which]):
                 outputs.append(self.absorbed(q_THK[rows], latents[which], part.cu_seqlens))
                 continue
-            ends = torch.tensor([0, *(len(latent) for latent in latents[which])]).cumsum(0)
+            whole = list(latents[which])
+            ends = torch.tensor([0, *map(len, whole)]).cumsum(0)
             bounds = part.cu_seqlens, ends  # on the CPU: nothing waits for them to be read
-            outputs.append(self.expanded(q_THK[rows], torch.cat(latents[which]), *bounds, trace))
+            outputs.append(self.expanded(q_THK[rows], torch.cat(whole), *bounds, trace))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def latent(self, x_TD: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class GatedMLA(nn.Module):
             trace.max_logit(self.layer, max_H)
         return o_THV
 
-    def absorbed(self, q_THK: Tensor, latents: list[Tensor], cu_seqlens_q: Tensor) -> Tensor:
+    def absorbed(self, q_THK: Tensor, latents: Sequence[Tensor], cu_seqlens_q: Tensor) -> Tensor:
         """o_THV in at least float32, from the latents themselves: W_uk moves to the query, W_uv to the output."""
         up_HCK = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         key_HKC, value_HVC = up_HCK.split((self.nope, self.value), 1)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import pick
 from openk3.ops.mla.attention_views import MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS, Job, obstacle
+from openk3.ops.mla.paged_rows import PagedRows
 from openk3.ops.mla.tiles import Bands
 from openk3.ops.sequences import bounds_on, integers
 
@@ -131,21 +132,26 @@ def absorbed_attention(
     """The same attention read from cached latents: context in latent space [Tq, H, C], in at least float32.
 
     `q_latent_THC` is the content query times the key half of kv_b, `q_shared_THR` the part for the shared key.
-    `latents` holds one [Tk, C+R] per sequence, normed latent then shared key, the current positions included;
-    the queries are its last positions. Multiply the result by the value half of kv_b to get the heads' outputs.
+    `latents` holds one [Tk, C+R] per sequence, normed latent then shared key, the current positions included (or is
+    PagedRows, which kernels read in place); the queries are its last positions. Multiply the result by the value half
+    of kv_b to get the heads' outputs.
 
     Raises ValueError if the boundaries do not fit or a sequence has more queries than cached positions.
     """
     ends = integers(cu_seqlens_q)
     if len(latents) != len(ends) - 1:
         raise ValueError(f"latents: {len(latents)} sequences, but cu_seqlens_q has {len(ends) - 1}")
-    for start, end, latent_KD in zip(ends, ends[1:], latents):
-        _check([0, end - start], [0, len(latent_KD)], end - start, len(latent_KD))
+    paged = isinstance(latents, PagedRows)
+    for start, end, length in zip(ends, ends[1:], latents.lengths if paged else map(len, latents)):
+        _check([0, end - start], [0, length], end - start, length)
     against = _no_decoding(q_latent_THC, q_shared_THR, latents, scale)
     if latents and pick("mla", q_latent_THC, obstacle=against) == "triton":
         from openk3.ops.mla.latent_decode import LatentPages, latent_attention
 
-        pages = LatentPages.of_sequences(latents)
+        if paged:
+            pages = LatentPages.of_pages(latents.latent_PTC, latents.where.page_NP, latents.where.length_N)
+        else:
+            pages = LatentPages.of_sequences(latents)
         most = max(b - a for a, b in zip(ends, ends[1:]))
         bounds = bounds_on(ends, q_latent_THC.device)
         return latent_attention(q_latent_THC, q_shared_THR, pages, bounds, scale=scale, new_tokens=max(1, most))
@@ -171,7 +177,8 @@ def _no_decoding(
     q_latent_THC: torch.Tensor, q_shared_THR: torch.Tensor, latents: Sequence[torch.Tensor], scale: float
 ) -> str | None:
     """Why the kernels cannot take cached latents, or None."""
-    tensors = (q_latent_THC, q_shared_THR, *latents)
+    rows = (latents.latent_PTC,) if isinstance(latents, PagedRows) else latents
+    tensors = (q_latent_THC, q_shared_THR, *rows)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "they have no gradients through cached latents"
     if any(x.dtype != q_latent_THC.dtype or x.device != q_latent_THC.device for x in tensors):
