@@ -115,6 +115,27 @@ def run_depth() -> None:
         merge_normed(first, rows[8], vectors[0], out, eps=1e-5, addend_TD=rows[9])
 
 
+def run_mla() -> None:
+    """Causal attention of 96 heads, forward and backward; decoding and verification over pages of latents."""
+    from openk3.ops.mla.latent_decode import LatentPages, latent_attention
+    from openk3.ops.mla.reference import joint_attention
+
+    q, kv = (torch.randn(700, 96, n, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (192, 256))
+    latent = torch.randn(700, 576, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    cu = torch.tensor([0, 300, 700])
+    o, _ = joint_attention(q, kv, latent[:, 512:], cu, scale=0.07, return_max=True)
+    torch.autograd.grad(o, [q, kv, latent], torch.randn_like(o))
+    pages = torch.randn(4, 6144, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(4, dtype=torch.int32, device="cuda").view(2, 2)
+    lengths = torch.tensor([7000, 100], dtype=torch.int32, device="cuda")
+    where = LatentPages.of_pages(pages, table, lengths)
+    for H in (96, 24, 8):
+        queries = (torch.randn(2, H, n, device="cuda", dtype=torch.bfloat16) for n in (512, 192))
+        q_latent, q_shared = (x[..., -64:] if x.shape[2] == 192 else x for x in queries)
+        bounds = torch.arange(3, dtype=torch.int32, device="cuda")
+        latent_attention(q_latent, q_shared, where, bounds, scale=0.07, new_tokens=1)
+
+
 def key(kernel: Any, source: Any, options: dict[str, int]) -> str:
     """What makes a variant: types and constants of its arguments, and how it is launched."""
     constants = sorted((path, str(value)) for path, value in source.constants.items())
@@ -146,7 +167,7 @@ def launched(arch: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Run, then print."""
-    for part in (run_attention, run_decoding, run_convolutions, run_latent_moe, run_depth):
+    for part in (run_attention, run_decoding, run_convolutions, run_latent_moe, run_depth, run_mla):
         part()
     major, minor = torch.cuda.get_device_capability()
     print(json.dumps(list(launched(10 * major + minor))))

@@ -112,10 +112,8 @@ def plan_latents(pages: LatentPages, cu_seqlens_q: Tensor, heads: int, new_token
     before = torch.empty(parts, N + 1, dtype=torch.int32, device=device)
     with on_device(before):
         latent_kernel.plan_kernel[(parts,)](
-            *(pages.length_N, cu_seqlens_q, before, N, heads),
-            ROWS=rows,
-            BLOCK=block,
-            PADDED=triton.next_power_of_2(max(16, N)),
+            *(pages.length_N, cu_seqlens_q, before, N, heads, rows, block),
+            PADDED=triton.next_power_of_2(max(256, N)),
             num_warps=4,
         )
     return LatentPlan(before, max(1, _multiprocessors(device) * programs // parts), rows, block, hopper)
@@ -155,10 +153,9 @@ def latent_attention(
     with on_device(out_THC):
         run((q_latent_THC, q_shared_THR), pages, cu_seqlens_q, (out_THC, parts, logs), scale=scale, plan=plan)
         latent_kernel.combine_kernel[(T * H,)](
-            *(parts, logs, cu_seqlens_q, plan.before, out_THC, N, H, plan.runs),
+            *(parts, logs, cu_seqlens_q, plan.before, out_THC, N, H, plan.runs, plan.rows),
             C=C,
             PC=max(16, triton.next_power_of_2(C)),
-            ROWS=plan.rows,
             num_warps=4,
         )
     return out_THC

@@ -38,17 +38,18 @@ def settings(rows: int, element_bytes: int, arch: int) -> Settings:
     return Settings(block, 32, 1, 8, {80: 3, 90: 4}.get(arch, 2))
 
 
-@triton.jit(do_not_specialize=["N", "heads"], do_not_specialize_on_alignment=["length_ptr", "cu_ptr", "before_ptr"])
-def plan_kernel(
-    length_ptr, cu_ptr, before_ptr, N, heads, ROWS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
+@triton.jit(
+    do_not_specialize=["N", "heads", "rows", "keys"],
+    do_not_specialize_on_alignment=["length_ptr", "cu_ptr", "before_ptr"],
+)
+def plan_kernel(length_ptr, cu_ptr, before_ptr, N, heads, rows, keys, PADDED: tl.constexpr):
     """For one block of rows: how many blocks of keys lie before each request [N + 1]; none where it has no rows."""
     part = tl.program_id(0)
     n = tl.arange(0, PADDED)
     live = n < N
     length = tl.load(length_ptr + n, mask=live, other=0)
     new = tl.load(cu_ptr + n + 1, mask=live, other=0) - tl.load(cu_ptr + n, mask=live, other=0)
-    blocks = tl.where(live & (new * heads > part * ROWS), (length + BLOCK - 1) // BLOCK, 0)
+    blocks = tl.where(live & (new * heads > part * rows), (length + keys - 1) // keys, 0)
     tl.store(before_ptr + part * (N + 1) + 1 + n, tl.cumsum(blocks, 0), mask=live)
     tl.store(before_ptr + part * (N + 1) + n, n * 0, mask=n == 0)
 
@@ -166,16 +167,15 @@ def latent_kernel(
         n += 1
 
 
-@triton.jit(do_not_specialize=["N", "heads", "runs"], do_not_specialize_on_alignment=["cu_ptr", "before_ptr"])
+@triton.jit(do_not_specialize=["N", "heads", "runs", "rows"], do_not_specialize_on_alignment=["cu_ptr", "before_ptr"])
 def combine_kernel(
-    part_ptr, log_ptr, cu_ptr, before_ptr, out_ptr, N, heads, runs,
-    C: tl.constexpr, PC: tl.constexpr, ROWS: tl.constexpr,
+    part_ptr, log_ptr, cu_ptr, before_ptr, out_ptr, N, heads, runs, rows, C: tl.constexpr, PC: tl.constexpr
 ):  # fmt: skip
     """One row: the parts of a request that several runs share, in their order; nothing to do for others."""
     token, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     n = _request_of(cu_ptr, N, token)
     row = (token - tl.load(cu_ptr + n)) * heads + head
-    part = row // ROWS
+    part = row // rows
     before_ptr += part * (N + 1)
     total = tl.load(before_ptr + N).to(tl.int64)
     used = tl.minimum(total, runs)
@@ -188,7 +188,7 @@ def combine_kernel(
         sums = 0.0
         context = tl.zeros([PC], tl.float32)
         for run in tl.range(first, last + 1):
-            slot = (part * (runs + N) + run + n).to(tl.int64) * ROWS + row % ROWS
+            slot = (part * (runs + N) + run + n).to(tl.int64) * rows + row % rows
             log = tl.load(log_ptr + slot)
             largest = tl.maximum(peak, log)
             base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -216,7 +216,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         "N": "i32",
         "heads": "i32",
     }
-    plan |= {"ROWS": 32, "BLOCK": 64, "PADDED": 256}
+    plan |= {"rows": "i32", "keys": "i32", "PADDED": 256}
     parts: dict[str, Any] = {"part_ptr": "*fp32", "log_ptr": "*fp32", "cu_ptr": "*i32:1", "before_ptr": "*i32:1"}
-    parts |= {"out_ptr": "*fp32", "N": "i32", "heads": "i32", "runs": "i32", "C": 512, "PC": 512, "ROWS": 32}
+    parts |= {"out_ptr": "*fp32", "N": "i32", "heads": "i32", "runs": "i32", "rows": "i32", "C": 512, "PC": 512}
     return [*cases, (plan_kernel, plan, {"num_warps": 4}), (combine_kernel, parts, {"num_warps": 4})]
