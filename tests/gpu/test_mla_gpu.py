@@ -12,7 +12,7 @@ from mla_checks import Case, errors
 from torch import Tensor
 
 from openk3.ops.mla.latent_decode import LatentPages, latent_attention, plan_latents
-from openk3.ops.mla.reference import absorbed_attention, mla_attention
+from openk3.ops.mla.reference import absorbed_attention, joint_attention, mla_attention
 
 pytestmark = pytest.mark.gpu
 K3 = {"own": 128, "shared": 64, "V": 128}
@@ -80,8 +80,6 @@ def test_more_than_2_to_the_31_values(twin: str) -> None:
     values = case.draw("cuda")
     with torch.no_grad():
         q, kv, shared = values["q"], values["kv"], values["shared"]
-        from openk3.ops.mla.reference import joint_attention
-
         cu = torch.tensor([0, 120_000], dtype=torch.int32)
         o, _ = joint_attention(q, kv, shared, cu, scale=case.scale)
         some = slice(94, 96)
@@ -89,6 +87,22 @@ def test_more_than_2_to_the_31_values(twin: str) -> None:
         last = torch.tensor([0, 64], dtype=torch.int32)
         want = mla_attention(q[-64:, some].double(), k.double(), kv[:, some, 128:].double(), last, cu, scale=case.scale)
     assert errors({"o": o[-64:, some]}, {"o": want})["o"] < 4e-3
+
+
+def test_the_library_on_request(monkeypatch: pytest.MonkeyPatch, measured: list[Any]) -> None:
+    """cuDNN gives the same within the rounding of its outputs; packed documents stay with the kernels."""
+    monkeypatch.setenv("OPENK3_LIBRARY_ATTENTION", "1")
+    for new, close in (((1024,), 1e-2), ((500, 524), 4e-3)):
+        case = Case(new, (0,) * len(new), H=4, **K3, dtype=torch.bfloat16)
+        values = case.draw("cuda")
+        leaves = [values[name].requires_grad_() for name in ("q", "kv", "shared")]
+        o, peaks = joint_attention(*leaves, case.bounds()[0], scale=case.scale)
+        assert peaks is None and o.dtype == torch.float32
+        grads = torch.autograd.grad(o, leaves, values["d_o"].float())
+        got = {"o": o.detach()} | dict(zip(("d_q", "d_kv", "d_shared"), grads))
+        found = errors(got, case.run({name: x.detach().double() for name, x in values.items()}))
+        measured.append(("cudnn" if len(new) == 1 else "ours", str(new), found))
+        assert found["o"] < close and max(found.values()) < 2e-2, found
 
 
 class Requests:

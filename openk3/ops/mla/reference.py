@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import pick
+from openk3.ops.mla import attention_library
 from openk3.ops.mla.attention_views import MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS, Job, obstacle
 from openk3.ops.mla.paged_rows import PagedRows
 from openk3.ops.mla.tiles import Bands
@@ -75,6 +76,8 @@ def mla_attention(
     """
     bands = _bands(cu_seqlens_q, cu_seqlens_k, q_THK.shape[0], k_THK.shape[0])
     job, tensors = Job(bands, scale), (q_THK, k_THK, v_THV)
+    if attention_library.applies(job, q_THK, return_max=return_max):
+        return attention_library.library_attention(q_THK, k_THK, v_THV, scale)
     if pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
         from openk3.ops.mla.attention_fused import attend
 
@@ -109,7 +112,8 @@ def joint_attention(
         raise ValueError(f"joint_attention: queries, keys and values, shared keys of shapes {shapes} do not fit")
     job = Job(_bands(cu_seqlens_q, cu_seqlens_k, len(q_THK), len(kv_THC)), scale, own)
     tensors = (q_THK, kv_THC, shared_TR)
-    if pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
+    by_library = attention_library.applies(job, q_THK, return_max=return_max)
+    if not by_library and pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
         from openk3.ops.mla.attention_fused import attend
 
         o_THV, max_logit_H = attend(job, *tensors)
