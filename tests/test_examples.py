@@ -66,3 +66,11 @@ def test_train_by_hand(tmp_path: Path) -> None:
     text = run([sys.executable, str(EXAMPLES / "train_by_hand.py"), *files, "--steps", "20"], tmp_path)
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", text)]
     assert len(losses) == 2 and losses[1] < losses[0] < 7
+
+
+def test_many_requests(tmp_path: Path, tiny_run: Path) -> None:
+    """many_requests.py: four answers in fewer passes than tokens, the shared beginning from the cache."""
+    text = run([sys.executable, str(EXAMPLES / "many_requests.py"), str(tiny_run)], tmp_path)
+    found = re.findall(r" 24 tokens, \d+\.\d bits each, (\d+) of (\d+) prompt tokens from the cache", text)
+    assert len(found) == 4 and all(32 <= int(cached) < int(prompt) for cached, prompt in found)
+    assert re.search(r"tokens in \d\d passes, 0 pages still held", text)

@@ -104,6 +104,29 @@ class CacheConfig:
                 f" got {self.num_pages}"
             )
 
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        memory_bytes: int,
+        *,
+        value_bytes: int = 2,
+        hash_tokens: int | None = None,
+        max_requests: int = 256,
+        max_tokens: int = 1048576,
+    ) -> CacheConfig:
+        """As many pages as fit into memory, in a shape that suits the model.
+
+        Unless `hash_tokens` says otherwise, a page of a small model holds about a dozen hash blocks, as one of the
+        released model does. Raises ConfigError if not even one request fits.
+        """
+        if hash_tokens is None:
+            text = model.text
+            worth = kda_row_bytes(text, value_bytes) // (text.latent_dim * value_bytes)  # a state, in tokens
+            hash_tokens = min(HASH_TOKENS, max(16, 2 ** (max(1, worth // 8).bit_length() - 1)))
+        pages = PageShape.of(model, hash_tokens=hash_tokens, value_bytes=value_bytes)
+        return cls(pages, max(1, memory_bytes // pages.page_bytes), max_requests, max_tokens)
+
     @property
     def checkpoint_tokens(self) -> int:
         """Tokens between two checkpoints of a prompt; 0: none but where turns end."""

@@ -10,7 +10,7 @@ from small_models import small_model
 
 from openk3 import recipes
 from openk3.config.model import ConfigError
-from openk3.config.serve import CacheConfig, PageShape, kda_row_bytes
+from openk3.config.serve import CacheConfig, EngineConfig, PageShape, kda_row_bytes
 
 RELEASED = recipes.model("k3")
 
@@ -57,6 +57,28 @@ def test_limits_follow_from_the_shape() -> None:
     assert [config.pages_for(n) for n in (1, 8, 9)] == [4, 4, 5]
     assert config.checkpoint_tokens == 16
     assert dataclasses.replace(config, checkpoint_pages=0).checkpoint_tokens == 0
+
+
+def test_memory_is_cut_into_pages_that_suit_the_model() -> None:
+    """The released shape from 80 GiB: 6,144 tokens, hash blocks of 512; a tiny model's pages are smaller."""
+    config = CacheConfig.of(RELEASED, 80 * 2**30, max_requests=8)
+    assert (config.pages, config.max_requests) == (PageShape.of(RELEASED), 8)
+    assert config.num_pages == 80 * 2**30 // (24 * 6144 * 1152) == 505
+    tiny = CacheConfig.of(recipes.model("tiny"), 10**6, value_bytes=4)
+    assert (tiny.pages.hash_tokens, tiny.pages.page_tokens) == (16, 48)
+    assert tiny.num_pages * tiny.pages.page_bytes <= 10**6 < (tiny.num_pages + 1) * tiny.pages.page_bytes
+    assert CacheConfig.of(recipes.model("tiny"), 10**6, hash_tokens=4).pages.hash_tokens == 4
+    with pytest.raises(ConfigError, match="num_pages: one request of one token takes"):
+        CacheConfig.of(RELEASED, 10**6)
+
+
+def test_an_engine_says_how_it_shares_its_time() -> None:
+    """Wrong numbers are refused by field."""
+    cache = CacheConfig(PageShape(8, 4, 1, 3, 100), num_pages=9)
+    assert EngineConfig(cache, patience=0).step_tokens == 2048
+    for changes, name in (({"step_tokens": 0}, "step_tokens"), ({"patience": -1}, "patience")):
+        with pytest.raises(ConfigError, match=f"{name}: must be a whole number"):
+            EngineConfig(cache, **changes)
 
 
 @pytest.mark.parametrize(

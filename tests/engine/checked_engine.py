@@ -44,17 +44,17 @@ class CheckedEngine(Engine):
                 self.sealed.pop(page, None)
                 self.memory.poison([page])
 
+        check = self.scheduler.check
         self.pool.seal, self.pool._let_go = sealed, gone  # pyrefly: ignore
+        self.scheduler.check = lambda: (check(), self._check_sealed())  # pyrefly: ignore
 
     def step(self) -> list[Update]:
-        """Then check."""
+        """Then check books, jobs and sealed pages."""
         updates = super().step()
         self.check()
         return updates
 
-    def check(self) -> None:
-        """Books, jobs and sealed pages."""
-        super().check()
+    def _check_sealed(self) -> None:
         pages = list(self.sealed)
         if pages:
             kept = torch.stack(list(self.sealed.values()))

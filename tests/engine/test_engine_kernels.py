@@ -1,4 +1,4 @@
-"""An engine whose decoding steps run by kernels, in Triton's interpreter, on states that lie in pages."""
+"""An engine whose decoding steps run by kernels, in Triton's interpreter, on states and latents that lie in pages."""
 
 from __future__ import annotations
 
@@ -12,33 +12,48 @@ from engine_model import cache_config, engine_model, prompt
 
 from openk3.config.serve import EngineConfig, PageShape
 from openk3.engine.engine import Engine
+from openk3.model.mla import GatedMLA
 from openk3.ops.kda import decode_kernel
+from openk3.ops.mla import latent_decode
 
 
 def test_steps_by_kernel_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities as by the definition; a step beside a prompt goes to the kernel too."""
+    """Log-probabilities as by the definition: over two pages, and with a prompt in the same pass."""
     model, launched = engine_model(torch.float32), []
-    shape = PageShape.of(model.config, page_tokens=8, hash_tokens=2, value_bytes=4)
+    shape = PageShape.of(model.config, page_tokens=4, hash_tokens=2, value_bytes=4)
     config = EngineConfig(dataclasses.replace(cache_config(40, checkpoint_pages=0), pages=shape), 16)
 
     def answers() -> list[float]:
         one = Engine(model, config)
-        first = one.submit(greedy(prompt(2), 2))
-        one.step()
-        second = one.submit(greedy(prompt(3, 1), 1))
+        first = one.submit(greedy(prompt(6), 2))
+        while not first.tokens:
+            one.step()
+        second = one.submit(greedy(prompt(4, 1), 1))
         return [*first.result().logprobs, *second.result().logprobs]
 
-    want, sizes = answers(), decode_kernel.sizes
+    def watch(kernels: pytest.MonkeyPatch, module: Any, name: str) -> None:
+        run = getattr(module, name)
+        kernels.setattr(module, name, lambda *args, **options: launched.append(name) or run(*args, **options))
+
+    want = answers()
     with monkeypatch.context() as kernels:
-        kernels.setenv("OPENK3_BACKEND", "triton")
-        for other in ("openk3.ops.short_conv.pick", "openk3.ops.kda.chunk.pick"):  # slow in the interpreter
-            kernels.setattr(other, lambda *args, **options: "reference")
-
-        def watched(name: str, *args: Any) -> Any:
-            launched.append(name)
-            return sizes(name, *args)
-
-        kernels.setattr(decode_kernel, "sizes", watched)
+        for where in ("openk3.model.kda", "openk3.ops.kda.decode", "openk3.ops.mla.reference"):
+            kernels.setattr(f"{where}.pick", lambda *args, **options: "triton")
+        kernels.setattr(GatedMLA, "expanded", expanded_by_definition(GatedMLA.expanded))
+        watch(kernels, decode_kernel, "sizes")
+        watch(kernels, latent_decode.LatentPages, "of_pages")
         got = answers()
-    assert set(launched) == {"decode_kernel"} and len(launched) >= 3
+    assert launched.count("sizes") == 3  # of three KDA layers, for the one step
+    assert launched.count("of_pages") >= 2  # and for pieces of prompts that are short beside their past
     assert got == pytest.approx(want, abs=1e-4)
+
+
+def expanded_by_definition(expanded: Any) -> Any:
+    """Prompts of an MLA layer without kernels, which take long here."""
+
+    def run(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("openk3.ops.mla.reference.pick", lambda *a, **k: "reference")
+            return expanded(*args)
+
+    return run

@@ -172,5 +172,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.is_empty()
 
 
-EngineMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=14, stateful_step_count=40, deadline=None)
 TestEngineMachine = EngineMachine.TestCase

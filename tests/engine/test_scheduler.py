@@ -151,7 +151,7 @@ def test_only_those_who_come_soon_enough_overtake(patience: int) -> None:
     assert one.idle()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     budget=st.integers(2, 24),
     num_decoding=st.integers(1, 20),
@@ -174,7 +174,7 @@ def test_bound_on_decoding(budget: int, num_decoding: int, prompts: list[int]) -
             assert one.scheduler.step - last[job] < bound
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     budget=st.integers(1, 24),
     num_decoding=st.integers(0, 12),
@@ -200,7 +200,7 @@ def test_bound_on_first_tokens(budget: int, num_decoding: int, hogs: list[int], 
         assert one.first_token[job] - begin <= -(-4 * work // (3 * most_rest)) + 1 + cuts + (length == 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(-2, 2)), min_size=1, max_size=14),
     num_pages=st.integers(10, 30),
