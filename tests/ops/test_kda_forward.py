@@ -62,7 +62,7 @@ def test_prepare(chunk: int, keys: str) -> None:
 
 
 def test_prepare_rounds_with_care() -> None:
-    """In bfloat16: what rounding takes from an entry of the inverse the next token has; kr keeps what it loses apart."""
+    """In bfloat16: what rounding takes from an entry of the inverse, the next one has; kr keeps apart what it loses."""
     inputs = kda_inputs([64], H=2, K=16)
     inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
     inputs["beta_logit"], inputs["decay_logit"] = inputs["beta_logit"] + 6, inputs["decay_logit"] - 14
@@ -104,6 +104,27 @@ def test_scan_outputs() -> None:
     got = ScanOutputs(r=torch.full((span.num_tokens, 2, 32), torch.nan), states=torch.full((4, 2, 32, 16), torch.nan))
     scan(part, v, span, first.float(), got)
     assert off(got.r, r[token]) < 1e-6 and off(got.states, states[tile]) < 1e-6
+
+
+def test_states_for_gradients_add_up_in_two_parts() -> None:
+    """Keys that are nearly one: a state is what is left of many writes, and errors of keys and writes stay in it."""
+    inputs = kda_inputs([160], H=2, K=16, V=32)
+    inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
+    inputs["beta_logit"], inputs["decay_logit"] = inputs["beta_logit"] + 6, inputs["decay_logit"] - 14
+    inputs = {name: x.bfloat16().double() for name, x in inputs.items()}
+    space = exact_prepare(tile_rows(inputs, Cut.of([160], 32)))
+    want = forward_scan(space, inputs["v"], inputs["state"], Cut.of([160], 32))[2]
+    tokens, gate, state = float32(inputs)
+    q, k, v, logit, beta = (x.bfloat16() for x in tokens)
+    span = tile_table((0, 160), q.device).sequences()
+    errors = []
+    for backward in (False, True):
+        narrow = prepare(q, k, logit, beta, gate, span=span, backward=backward)
+        got = ScanOutputs(r=torch.empty_like(v), states=torch.empty(want.shape, dtype=v.dtype))
+        scan(narrow, v, span, state, got)
+        assert got.states is not None
+        errors.append(off(got.states[1:], want[1:]))
+    assert errors[1] < 2.5e-3 < 1.2 * errors[0]
 
 
 def test_maps_and_fold() -> None:

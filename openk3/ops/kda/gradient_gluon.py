@@ -262,7 +262,7 @@ def gradient_kernel(
     token = gl.arange(0, C, layout=over_columns)
     beta_at = (start.to(gl.int64) + token) * H + head
     beta_x = gl.load(beta_ptr + beta_at, mask=token < length, other=0.0).to(gl.float32)
-    along = _along(along_ptr, program, V, C)
+    along = gl.convert_layout(gl.sum(_along(along_ptr, program, V, C), 0), over_columns)
 
     # The gate, and the norms of the rows.
     live = gl.arange(0, C, layout=over_c) < length
@@ -333,10 +333,13 @@ def gradient_kernel(
     # tokens gives to the decay up to the one and takes from that up to the other cancels exactly where it should.
     half_s = gl.allocate_shared_memory(gl.float32, [K], line, half)
     d_kr = d_kr * shrink * half[:, None]
-    ki = (_row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))).to(io)
+    row_ki = _row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))
+    ki = row_ki.to(io)
     carried_s = gl.allocate_shared_memory(
-        gl.float32, [K], line, carried * shrink * half * half + gl.sum(d_kr * ki.to(gl.float32), 1)
+        gl.float32, [K], line, carried * shrink * half * half + gl.sum(d_kr * row_ki, 1)
     )
+    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, C], io)
+    alone_s = gl.allocate_shared_memory(io, [K, C], flat, (d_kr * (row_ki - ki.to(gl.float32))).to(io))
     ki_left = gl.convert_layout(ki, left)
     d_kd = d_kd * -shrink * half[:, None]
     d_kd = warpgroup_mma(ki_left, d_keys_s.permute((1, 0)), d_kd, is_async=True)
@@ -348,10 +351,10 @@ def gradient_kernel(
     d_kd, d_ki = warpgroup_mma_wait(1, (d_kd, d_ki))
     d_log = d_kd * kd.to(gl.float32)
     # Of all that a token reads, its value counts for it and what its key finds against it; 1 - beta is exact.
-    d_read = gl.convert_layout(gl.sum(along, 0), over_columns) + _column_sums(d_log, scratch_s) * size
+    d_read = along + _column_sums(d_log, scratch_s) * size
     d_beta = d_read / (1.0 + gl.exp2(beta_x * 1.4426950408889634))
     gl.store(d_beta_ptr + beta_at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
-    d_log -= d_ki * ki.to(gl.float32)
+    d_log -= d_ki * ki.to(gl.float32) + alone_s.load(wide).to(gl.float32)
     total = total_s.load(wide)
     d_k = d_kd * gl.exp2(total) + d_ki * gl.exp2(-total)
     d_qd = warpgroup_mma_wait(0, (d_qd,))

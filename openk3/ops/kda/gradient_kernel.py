@@ -226,9 +226,11 @@ def gradient_kernel(
     k_norm = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     # Gradients of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay
     # up to the one and takes from that up to the other cancels exactly where it should.
-    ki = (k * k_norm[None, :] * tl.exp2(-total)).to(io)
+    row_ki = k * k_norm[None, :] * tl.exp2(-total)
+    ki = row_ki.to(io)
     d_kr = d_kr * shrink * half[:, None]
-    carried = carried * shrink * half * half + tl.sum(d_kr * ki.to(tl.float32), 1)
+    carried = carried * shrink * half * half + tl.sum(d_kr * row_ki, 1)
+    alone = d_kr * (row_ki - ki.to(tl.float32))  # what the state gets has no partner: the exact row
     kd = (k * k_norm[None, :] * tl.exp2(total)).to(io)
     d_kd = tl.dot(ki, tl.trans(d_keys), d_kd * -shrink * half[:, None], input_precision=precision)
     d_log = d_kd * kd.to(tl.float32)
@@ -247,7 +249,7 @@ def gradient_kernel(
     d_log += d_qd * qd.to(tl.float32)
     d_ki = tl.dot(kd, d_keys, d_kr, input_precision=precision)
     d_ki = tl.dot(qd, d_mqk, d_ki, input_precision=precision)
-    d_log -= d_ki * ki.to(tl.float32)
+    d_log -= d_ki * ki.to(tl.float32) + alone
     d_k += d_ki * tl.exp2(-total)
     d_q = d_qd * (tl.exp2(total) * scale)
 

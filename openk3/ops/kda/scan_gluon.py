@@ -50,7 +50,10 @@ def _launch(
     options = settings(outputs=sum(x is not None for x in (out.o, out.r, out.states)))
     constants = {"K": K, "V": V, "C": C, "MAPS": maps, "GROUPS": options.pop("GROUPS"), "STAGES": options.pop("STAGES")}
     width = ROWS * constants["GROUPS"]
-    tiles = [matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr)] + [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
+    assert out.states is None or w.kr_rest is not None
+    rest = None if out.states is None or w.kr_rest is None else matrix(w.kr_rest, K, (C, K))
+    tiles = [*(matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr)), rest]
+    tiles += [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
     arguments = [
         *(*tiles, matrix(w.decay, K, (1, K)), matrix(w.beta, C, (1, C)), matrix(v_THV, H * V, (C, width))),
         None if out.states is None else matrix(out.states, K, (ROWS, K)),
@@ -83,8 +86,8 @@ def _produce(
     BYTES: gl.constexpr,
 ):
     """The copy warp: tile after tile into the next free stage of the ring; BYTES of a stage, without v."""
-    nkd_d, qd_d, kr_d, inv_d, mqk_d, decay_d, beta_d, v_d = descriptors
-    nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
+    nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d = descriptors
+    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
     STAGES: gl.constexpr = nkd_s.shape[0]
     C: gl.constexpr = nkd_s.shape[1]
     VALUES: gl.constexpr = 2 * C * v_s.shape[2]
@@ -104,6 +107,8 @@ def _produce(
         tma.async_copy_global_to_shared(inv_d, [at * C, 0], bar, inv_s.index(stage))
         tma.async_copy_global_to_shared(decay_d, [at, 0], bar, decay_s.index(stage))
         tma.async_copy_global_to_shared(kr_d, [at * C, 0], bar, kr_s.index(stage))
+        if kr_rest_d is not None:
+            tma.async_copy_global_to_shared(kr_rest_d, [at * C, 0], bar, kr_rest_s.index(stage))
         if READ:
             tma.async_copy_global_to_shared(qd_d, [at * C, 0], bar, qd_s.index(stage))
             tma.async_copy_global_to_shared(mqk_d, [at * C, 0], bar, mqk_s.index(stage))
@@ -146,7 +151,7 @@ def _consume(
     GROUP: gl.constexpr,
 ):
     """A warpgroup: rows `column` + 0..63 of the transposed state of one head of one run."""
-    nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
+    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
     states_d, o_s, r_s, states_s = stores
     o_ptr, r_ptr, initial_ptr, final_ptr, saved_ptr, start_ptr, length_ptr, mark_ptr, token_low = pointers
     run_head, low, steps, H, head = place
@@ -206,6 +211,11 @@ def _consume(
         write = warpgroup_mma_wait(1 if o_ptr is not None else 0, (write,))
         write_io = write.to(gl.bfloat16)
         state = warpgroup_mma(gl.convert_layout(write_io, wide_left), kr_s.index(stage), state, is_async=True)
+        if states_d is not None:  # gradients of what reads these states want them better than outputs do
+            kr_rest = kr_rest_s.index(stage)
+            state = warpgroup_mma(gl.convert_layout(write_io, wide_left), kr_rest, state, is_async=True)
+            rest = (write - write_io.to(gl.float32)).to(gl.bfloat16)
+            state = warpgroup_mma(gl.convert_layout(rest, wide_left), kr_s.index(stage), state, is_async=True)
         if o_ptr is not None:
             out = warpgroup_mma(
                 gl.convert_layout(write_io, left), mqk_s.index(stage).permute((1, 0)), out, is_async=True
@@ -244,6 +254,7 @@ def scan_kernel(
     nkd_d,
     qd_d,
     kr_d,
+    kr_rest_d,
     inv_d,
     mqk_d,
     decay_d,
@@ -282,6 +293,7 @@ def scan_kernel(
     READ: gl.constexpr = o_ptr is not None
     nkd_s = gl.allocate_shared_memory(io, [STAGES, C, K], nkd_d.layout)
     kr_s = gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
+    kr_rest_s = kr_s if kr_rest_d is None else gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
     inv_s = gl.allocate_shared_memory(io, [STAGES, C, C], inv_d.layout)
     qd_s = gl.allocate_shared_memory(io, [STAGES if READ else 1, C, K], qd_d.layout)
     mqk_s = gl.allocate_shared_memory(io, [STAGES if READ else 1, C, C], mqk_d.layout)
@@ -297,13 +309,14 @@ def scan_kernel(
     o_s = gl.allocate_shared_memory(io, [GROUPS, C, 64], v_d.layout)
     r_s = o_s if r_ptr is None else gl.allocate_shared_memory(io, [GROUPS, C, 64], v_d.layout)
     states_s = o_s if states_d is None else gl.allocate_shared_memory(io, [2 * GROUPS, 64, K], states_d.layout)
-    descriptors = (nkd_d, qd_d, kr_d, inv_d, mqk_d, decay_d, beta_d, v_d)
-    ring = (nkd_s, qd_s, kr_s, inv_s, mqk_s, decay_s, beta_s, v_s)
+    descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d)
+    ring = (nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s)
     pointers = (o_ptr, r_ptr, initial_ptr, final_ptr, saved_ptr, start_ptr, length_ptr, mark_ptr, token_low)
     place = (run_head.to(gl.int64), low, steps, H, head)
     first = (states_d, o_s.index(0), r_s.index(0), states_s)
-    operands: gl.constexpr = (3 * C * K + 2 * C * C) if READ else (2 * C * K + C * C)
-    BYTES: gl.constexpr = 2 * operands + 4 * K + 4 * C
+    rows: gl.constexpr = 3 if READ else 2
+    more: gl.constexpr = 0 if kr_rest_d is None else 1
+    BYTES: gl.constexpr = 2 * ((rows + more) * C * K + (rows - 1) * C * C) + 4 * K + 4 * C
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -335,9 +348,10 @@ def scan_kernel(
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launcher compiles, for compute capability `arch`: the backward pass, training, prefill, maps."""
     K, C = 128, 32
+    backward = {"r_ptr": "*bf16", "states_d": block_type((ROWS, K)), "kr_rest_d": block_type((C, K))}
     writes: list[dict[str, Any]] = [
-        {"r_ptr": "*bf16", "states_d": block_type((ROWS, K)), "initial_ptr": "*fp32"},
-        {"r_ptr": "*bf16", "states_d": block_type((ROWS, K))},
+        backward | {"initial_ptr": "*fp32"},
+        backward,
         {"o_ptr": "*bf16", "initial_ptr": "*fp32", "final_ptr": "*fp32", "saved_ptr": "*fp32"},
         {"o_ptr": "*bf16", "initial_ptr": "*fp32", "final_ptr": "*fp32"},
         {"o_ptr": "*bf16", "final_ptr": "*fp32", "saved_ptr": "*fp32"},
@@ -347,7 +361,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d"), block_type((C, K)))
     given |= dict.fromkeys(("inv_d", "mqk_d"), block_type((C, C)))
     given |= {"decay_d": block_type((1, K), torch.float32), "beta_d": block_type((1, C), torch.float32)}
-    given |= dict.fromkeys(("states_d", "o_ptr", "r_ptr", "initial_ptr", "final_ptr", "saved_ptr"))
+    given |= dict.fromkeys(("kr_rest_d", "states_d", "o_ptr", "r_ptr", "initial_ptr", "final_ptr", "saved_ptr"))
     given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr"), "*i32:1")
     given |= {"tile_low": "i32", "token_low": "i32", "H": "i32", "K": K, "V": 128, "C": C, "MAPS": False}
     cases = []

@@ -45,7 +45,8 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
         return
     w, out = workspace, outputs
     scan_kernel[(runs * H * (V // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, v_THV, initial_PHKV),
+        *(w.nkd, w.qd, w.kr, None if out.states is None else w.kr_rest),
+        *(w.inv, w.mqk, w.decay, w.beta, v_THV, initial_PHKV),
         *(out.o, out.r, out.states, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
@@ -75,7 +76,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
         return maps
     w = workspace
     scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
+        *(w.nkd, w.qd, w.kr, None, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
         *(None, None, None, maps, None),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
@@ -135,6 +136,7 @@ def scan_kernel(
     nkd_ptr,
     qd_ptr,
     kr_ptr,
+    kr_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
@@ -224,6 +226,7 @@ def scan_kernel(
         if precision != "ieee":  # in two parts: the rounding of one would be felt
             rest = (strong - strong.to(io).to(tl.float32)).to(io)
             write = tl.dot(rest, tl.trans(inv), write, input_precision=precision)
+        exact = write
         write = write.to(io)
         if r_ptr is not None:
             writes = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
@@ -239,6 +242,9 @@ def scan_kernel(
             tl.store(o_ptr + tokens, tl.trans(out.to(o_ptr.dtype.element_ty)), mask=live)
         if not AHEAD:
             state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
+        if kr_rest_ptr is not None:  # gradients of what reads these states want them better than outputs do
+            state = tl.dot(write, tl.load(kr_rest_ptr + wide), state, input_precision=precision)
+            state = tl.dot((exact - write.to(tl.float32)).to(io), kr, state, input_precision=precision)
         if saved_ptr is not None:
             mark = tl.load(mark_ptr + tile).to(tl.int64)
             if mark >= 0:
@@ -295,12 +301,12 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
     given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr", "token_ptr"), "*i32:1")
     given |= dict.fromkeys(("decay_ptr", "beta_ptr"), "*fp32") | dict.fromkeys(("tile_low", "token_low", "H"), "i32")
-    given |= dict.fromkeys(("initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
+    given |= dict.fromkeys(("kr_rest_ptr", "initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
     given |= {"EVEN": True, "MAPS": False} | shape
     state, cut = {"initial_ptr": "*fp32"}, {"EVEN": False}
     outputs = {"o_ptr": "*bf16", "final_ptr": "*fp32"}
     saving = outputs | {"saved_ptr": "*fp32"}
-    backward = {"r_ptr": "*bf16", "states_ptr": "*bf16"}
+    backward = {"r_ptr": "*bf16", "states_ptr": "*bf16", "kr_rest_ptr": "*bf16"}
     maps = {"final_ptr": "*fp32", "MAPS": True}
     variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
     variants += [state | backward, backward, maps, maps | cut]
