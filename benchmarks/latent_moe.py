@@ -6,10 +6,10 @@
 
 Whole layers in bfloat16, shared experts included, at a router that spreads tokens evenly but for chance: forward alone
 without gradients, or forward and backward to the input and all weights. The composition waits for nothing either:
-torch's products, top-k, stable sort and `grouped_mm`, and our SiTU kernel. The floor is the larger of the layer's
-FLOPs at the rate of a torch product of 8192 x 8192 x 8192 and its bytes (weights, and what must be kept or handed on
-between products, each once) at the copy rate, both measured in the same run. Median of 10 after 3, CUDA events. Errors
-are norm ratios of output and input gradient against float64 where that fits.
+torch's products (the router's in float32, as released), top-k, stable sort and `grouped_mm`, and our SiTU kernel. The
+floor is the larger of the layer's FLOPs at the rate of a torch product of 8192 x 8192 x 8192 and its bytes (weights, and
+what must be kept or handed on between products, each once) at the copy rate, both measured in the same run. Median of
+10 after 3, CUDA events. Errors are norm ratios of output and input gradient against float64 where that fits.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ def small(row: Row) -> Row:
 def composition(moe: LatentMoE, x_TD: Tensor) -> Tensor:
     """The layer by torch's own operations, none of which waits for the GPU."""
     router, experts, k = moe.router, moe.experts, moe.router.k
-    logits = torch.mm(x_TD, router.weight.T, out_dtype=torch.float32) if x_TD.is_cuda else x_TD @ router.weight.T
-    scores = torch.sigmoid(logits)
+    scores = torch.sigmoid(F.linear(x_TD.float(), router.weight.float()))
     ids = (scores + router.bias).topk(k, dim=-1).indices
     p = scores.gather(1, ids)
     p = p / (p.sum(-1, keepdim=True) + 1e-20) * router.scale

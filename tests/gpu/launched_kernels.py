@@ -73,13 +73,18 @@ def run_convolutions() -> None:
 def run_latent_moe() -> None:
     """Experts with many rows, some and few, the projections in one launch, counting, and SiTU by itself."""
     from openk3.ops.latent_moe.experts_fused import Form, mix_experts, tile_rows
-    from openk3.ops.latent_moe.project_fused import project_once
+    from openk3.ops.latent_moe.project_fused import router_logits
     from openk3.ops.latent_moe.route_fused import Choice, logits_gradient, route, sort
     from openk3.ops.margins import count_margins
     from openk3.ops.situ import situ_glu
 
     choice, form = Choice(8, True, 1.0), Form(4.0, 25.0, 1e-5)
-    for T, C, I, grad in ((2048, 3584, 3072, True), (1024, 512, 512, True), (128, 512, 512, False)):
+    for T, C, I, grad in (
+        (2048, 3584, 3072, True),
+        (2048, 512, 512, True),
+        (1024, 512, 512, True),
+        (128, 512, 512, False),
+    ):
         routed = route(torch.randn(T, 128, device="cuda"), torch.zeros(128, device="cuda"), choice, with_scores=grad)
         shapes = ((T, C), (128, I, C), (128, I, C), (128, C, I), (C,))
         z, w1, w3, w2, norm = (torch.randn(x, device="cuda", dtype=torch.bfloat16).requires_grad_(grad) for x in shapes)
@@ -91,9 +96,9 @@ def run_latent_moe() -> None:
             counts = torch.zeros(128, 1000, dtype=torch.int64, device="cuda")
             range_2 = torch.tensor([-1.0, 0.002], dtype=torch.float64, device="cuda")
             count_margins(counts, routed.scores_TE, routed.threshold_T, range_2)
-    for T, D, C, E in ((512, 7168, 3584, 896), (512, 1024, 512, 128)):
-        x, down, router = (torch.randn(n, D, device="cuda", dtype=torch.bfloat16) for n in (T, C, E))
-        project_once(x, down, router)
+    for T, D, E in ((512, 7168, 896), (512, 1024, 128), (1, 1024, 128)):
+        x, router = (torch.randn(n, D, device="cuda", dtype=torch.bfloat16) for n in (T, E))
+        router_logits(x, router)
     gate, up = torch.randn(2, 100, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
     torch.autograd.grad(situ_glu(gate, up, 4.0, 25.0).sum(), (gate, up))
 

@@ -16,7 +16,7 @@ from openk3.config.train import BalanceConfig
 from openk3.model.init import initialize
 from openk3.model.moe import LatentMoE
 from openk3.ops import routing
-from openk3.ops.latent_moe.project_fused import project, project_once
+from openk3.ops.latent_moe.project_fused import router_logits
 from openk3.ops.latent_moe.route_fused import Choice, route, sort
 from openk3.ops.margins import count_margins
 from openk3.optim.quantile_balance import BalanceTrace
@@ -66,25 +66,22 @@ def test_the_same_logits_give_the_references_routes(E: int, k: int) -> None:
     assert torch.equal(plan.row_Tk.flatten().long()[order_M], torch.arange(len(order_M), device="cuda"))
 
 
-@pytest.mark.parametrize(("D", "C", "E"), [(768, 384, 80), (7168, 3584, 896)])
-def test_logits_are_as_exact_as_float32_products(D: int, C: int, E: int) -> None:
-    """Tensor cores that add exact products err no more than float32 products do by much, so that the choice differs
-    from the reference's only between scores that rounding cannot tell apart."""
+@pytest.mark.parametrize(("D", "E"), [(768, 80), (1024, 128), (7168, 896)])
+def test_logits_are_as_exact_as_float32_products(D: int, E: int) -> None:
+    """No further from float64 than float32 products by much, so that only scores that rounding cannot tell apart may
+    lead to another choice than the reference's."""
     generator = torch.Generator("cuda").manual_seed(D)
-    x = torch.randn(2000, D, generator=generator, device="cuda").bfloat16()
-    down, router = (torch.randn(n, D, generator=generator, device="cuda").bfloat16() * D**-0.5 for n in (C, E))
-    exact = x.double() @ router.double().T
-    error = float((x.float() @ router.float().T - exact).abs().max())
-    for run in (project, project_once):
-        z, logits = run(x, down, router)
-        assert float((logits - exact).abs().max()) < 4 * error + 1e-6
-        torch.testing.assert_close(z.double(), x.double() @ down.double().T, rtol=2**-8, atol=1e-5)
-        k = 8
-        ours = route(logits, torch.zeros(E, device="cuda"), Choice(k, True, 1.0)).ids_Tk
-        want = routing.route(torch.sigmoid(x.float() @ router.float().T), torch.zeros(E, device="cuda"), k)
-        gap = torch.sigmoid(exact).sort(1, descending=True).values[:, : k + 1].diff(dim=1).abs().amin(1)
-        different = (ours != want.expert_ids_Tk).any(1)
-        assert not (different & (gap > 8 * error)).any() and int(different.sum()) < 20
+    x = torch.randn(4000, D, generator=generator, device="cuda").bfloat16()
+    router = torch.randn(E, D, generator=generator, device="cuda").bfloat16() * D**-0.5
+    exact, plain, logits = x.double() @ router.double().T, x.float() @ router.float().T, router_logits(x, router)
+    error = float((plain - exact).abs().max())
+    assert float((logits - exact).abs().max()) < 2 * error + 1e-7
+    bias, k = torch.zeros(E, device="cuda"), 8
+    ours = route(logits, bias, Choice(k, True, 1.0)).ids_Tk
+    want = routing.route(torch.sigmoid(plain), bias, k)
+    gap = torch.sigmoid(exact).sort(1, descending=True).values[:, : k + 1].diff(dim=1).abs().amin(1)
+    different = (ours != want.expert_ids_Tk).any(1)
+    assert not (different & (gap > 4 * error)).any() and int(different.sum()) < 10
 
 
 def test_same_bits_every_time() -> None:

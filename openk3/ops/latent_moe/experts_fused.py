@@ -61,22 +61,25 @@ class _Launch:
         self.constants = {"C": C, "I": I, "E": E, "K": k, "BETA": form.beta, "LINEAR": form.linear_beta, "GROUP": GROUP}
         self.tiles = M // plan.tile + min(E, M)  # no plan has more
 
-    def blocks(self, name: str, width: int) -> int:
+    def blocks(self, name: str, width: int, depth: int) -> int:
         """Blocks of columns of a row product."""
-        return triton.cdiv(width, tile_for(self.kind, self.plan.tile, name, width).columns)
+        return triton.cdiv(width, tile_for(self.kind, self.plan.tile, name, width, depth).columns)
 
     def rows(self, name: str, tensors: Sequence[Tensor | None], width: int, depth: int) -> None:
         """A row product of `width` columns, a sum over `depth`."""
-        columns, deep, warps, stages = tile_for(self.kind, self.plan.tile, name, width)
+        tile = tile_for(self.kind, self.plan.tile, name, width, depth)
         plan, kernel = self.plan, KERNELS[name]
-        known = self.constants | {"BM": plan.tile, "BN": columns, "BK": deep}
+        known = self.constants | {"BM": plan.tile, "BN": tile.columns, "BK": tile.depth}
         flags = {x: known[x] for x in kernel.arg_names if x in known}
-        named = {"slot": plan.slot_M, "start": plan.start_X, "tile_expert": plan.tile_expert, "tile_row": plan.tile_row}
-        named |= {"tiles": self.tiles, "depth": depth, "M": len(plan.slot_M)}
+        named = {"slot": plan.slot_M, "tile_expert": plan.tile_expert, "tile_row": plan.tile_row}
+        named |= {"tile_end": plan.tile_end, "tiles": self.tiles, "depth": depth, "M": len(plan.slot_M)}
         tables = {x: named[x] for x in kernel.arg_names if x in named}
+        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if tile.registers:
+            options["maxnreg"] = tile.registers
         if self.tiles:
-            grid = (self.tiles * triton.cdiv(width, columns),)
-            kernel[grid](*tensors, **tables, **flags, num_warps=warps, num_stages=stages)
+            grid = (self.tiles * triton.cdiv(width, tile.columns),)
+            kernel[grid](*tensors, **tables, **flags, **options)
 
     def weights(self, name: str, tensors: Sequence[Tensor], shape: tuple[int, int]) -> None:
         """Gradients of every expert's matrices of one shape."""
@@ -139,8 +142,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _plan(tables: list[Tensor], tile: int) -> Plan:
-    row, slot, start, tile_expert, tile_row = tables
-    return Plan(row, slot, start, tile_expert, tile_row, tile)
+    row, slot, start, tile_expert, tile_row, tile_end = tables
+    return Plan(row, slot, start, tile_expert, tile_row, tile_end, tile)
 
 
 class _Experts(torch.autograd.Function):
@@ -175,7 +178,7 @@ class _Experts(torch.autograd.Function):
             launch = _Launch(plan, Sizes(C, I, E, k), ctx.form, z)
             d_u, d_norm = _combine_backward(grads[0].contiguous(), u, inverse, norm)
             d_gate, d_up, scaled = z.new_empty(3, M, I).unbind()
-            shares = weights.new_empty(launch.blocks("act_gradient", I), M)
+            shares = weights.new_empty(launch.blocks("act_gradient", I, C), M)
             launch.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
             if wanted[4]:
                 d_w2 = torch.empty_like(w2)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from openk3.ops.situ_kernel import situ_gradient, situ_value
 
-WIDTH = tl.constexpr(16)  # columns that an epilogue with SiTU works on at a time: more would need too many registers
+WIDTH = tl.constexpr(16)  # columns on which the gradients of SiTU work at a time: more would need too many registers
 
 
 @triton.jit
@@ -26,10 +26,10 @@ def _tile_of(program, tiles, NUM: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(tile_row, start, tile, expert, BM: tl.constexpr):
+def _rows_of(tile_row, tile_end, tile, BM: tl.constexpr):
     """Rows of a tile, and which of them are its expert's."""
     rows = tl.load(tile_row + tile) + tl.arange(0, BM)
-    return rows, rows < tl.load(start + expert + 1)
+    return rows, rows < tl.load(tile_end + tile)
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _tokens(slot, rows, live, K: tl.constexpr):
 
 @triton.jit
 def _within(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Indices that exist; those beyond the end repeat the first ones and must not be written."""
+    """Indices of rows that exist; those beyond the end repeat the first one and must not be written."""
     inside = index
     if SIZE % BLOCK != 0:
         inside = tl.where(index < SIZE, index, 0)
@@ -52,7 +52,7 @@ def _within(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(at, index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of weights, zero where the index along the products' sum is beyond SIZE."""
+    """A tile, zero where the index is not below SIZE."""
     if SIZE % BLOCK == 0:
         tile = tl.load(at)
     else:
@@ -62,11 +62,21 @@ def _load(at, index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_rows(at, live, index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of rows, zero where there is no row and where the index along the products' sum is beyond SIZE."""
+    """A tile of rows, zero where there is no row, and where the index along memory is not below SIZE."""
     if SIZE % BLOCK == 0:
         tile = tl.load(at, mask=live[:, None], other=0.0)
     else:
         tile = tl.load(at, mask=live[:, None] & (index < SIZE), other=0.0)
+    return tile
+
+
+@triton.jit
+def _load_across(at, k, column, DEPTH: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr):
+    """A tile [BK, BN] of a matrix [DEPTH, SIZE], zero beyond either end: a clamped column would be read by itself."""
+    if DEPTH % BK == 0:
+        tile = _load(at, column[None, :], SIZE, BN)
+    else:
+        tile = _load_rows(at, k < DEPTH, column[None, :], SIZE, BN)
     return tile
 
 
@@ -91,7 +101,7 @@ def _parts(x, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "depth"])
 def gate_up_kernel(
-    z, w1, w3, gate, up, act, slot, start, tile_expert, tile_row, tiles, depth,
+    z, w1, w3, gate, up, act, slot, tile_expert, tile_row, tile_end, tiles, depth,
     C: tl.constexpr, I: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +110,7 @@ def gate_up_kernel(
     expert = tl.load(tile_expert + tile)
     if expert >= E:
         return
-    rows, live = _rows_of(tile_row, start, tile, expert, BM)
+    rows, live = _rows_of(tile_row, tile_end, tile, BM)
     column = block * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)[None, :]
     z_at = z + _tokens(slot, rows, live, K)[:, None] * C + k
@@ -117,13 +127,11 @@ def gate_up_kernel(
         z_at += BK
         w1_at += BK
         w3_at += BK
-    # With nothing but `act` to write, narrow parts would be computed all at once, and take too many registers.
-    NARROW: tl.constexpr = WIDTH if gate is not None else 2 * WIDTH
-    PARTS: tl.constexpr = BN // NARROW
-    gs = _parts(g, PARTS)
-    us = _parts(u, PARTS)
-    for n in tl.static_range(PARTS):
-        column = block * BN + n * NARROW + tl.arange(0, NARROW)
+    SHORT: tl.constexpr = act.dtype.element_ty == tl.bfloat16
+    gs = _parts(g, 2)
+    us = _parts(u, 2)
+    for n in tl.static_range(2):
+        column = block * BN + n * (BN // 2) + tl.arange(0, BN // 2)
         there = live[:, None] & (column < I)[None, :] if I % BN != 0 else live[:, None]
         at = rows.to(tl.int64)[:, None] * I + column[None, :]
         g = gs[n].to(act.dtype.element_ty)
@@ -131,13 +139,13 @@ def gate_up_kernel(
         if gate is not None:
             tl.store(gate + at, g, mask=there)
             tl.store(up + at, u, mask=there)
-        value = situ_value(g.to(tl.float32), u.to(tl.float32), BETA, LINEAR)
+        value = situ_value(g.to(tl.float32), u.to(tl.float32), BETA, LINEAR, SHORT)
         tl.store(act + at, value.to(act.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tiles", "depth"])
 def down_kernel(
-    act, w2, y, start, tile_expert, tile_row, tiles, depth,
+    act, w2, y, tile_expert, tile_row, tile_end, tiles, depth,
     I: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +154,7 @@ def down_kernel(
     expert = tl.load(tile_expert + tile)
     if expert >= E:
         return
-    rows, live = _rows_of(tile_row, start, tile, expert, BM)
+    rows, live = _rows_of(tile_row, tile_end, tile, BM)
     column = block * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)[None, :]
     act_at = act + tl.where(live, rows, 0).to(tl.int64)[:, None] * I + k
@@ -162,7 +170,7 @@ def down_kernel(
 
 @triton.jit(do_not_specialize=["tiles", "M", "depth"])
 def act_gradient_kernel(
-    d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares, slot, start, tile_expert, tile_row, tiles, M, depth,
+    d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares, slot, tile_expert, tile_row, tile_end, tiles, M, depth,
     C: tl.constexpr, I: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -175,41 +183,48 @@ def act_gradient_kernel(
     expert = tl.load(tile_expert + tile)
     if expert >= E:
         return
-    rows, live = _rows_of(tile_row, start, tile, expert, BM)
+    rows, live = _rows_of(tile_row, tile_end, tile, BM)
     column = block * BN + tl.arange(0, BN)
-    inside = _within(column, I, BN)
+    at = rows.to(tl.int64)[:, None] * I + column[None, :]
+    g = _load_rows(gate + at, live, column[None, :], I, BN)  # asked for before the products, needed behind them
+    u = _load_rows(up + at, live, column[None, :], I, BN)
+    slots = tl.load(slot + rows, mask=live, other=0)
+    weight = tl.load(weights + slots, mask=live, other=0.0)
     k = tl.arange(0, BK)
-    d_at = d_u + _tokens(slot, rows, live, K)[:, None] * C + k[None, :]
-    w_at = w2 + expert.to(tl.int64) * (C * I) + k[:, None] * I + inside[None, :]
+    d_at = d_u + (slots // K).to(tl.int64)[:, None] * C + k[None, :]
+    w_at = w2 + expert.to(tl.int64) * (C * I) + k[:, None] * I + column[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     for low in range(0, depth, BK):
         d = _load_rows(d_at, live, low + k[None, :], C, BK)
-        acc = tl.dot(d, _load(w_at, low + k[:, None], C, BK), acc, input_precision="ieee")
+        w = _load_across(w_at, low + k, column, C, BK, I, BN)
+        acc = tl.dot(d, w, acc, input_precision="ieee")
         d_at += BK
         w_at += BK * I
-    weight = tl.load(weights + tl.load(slot + rows, mask=live, other=0), mask=live, other=0.0)
-    share = tl.zeros([BM], tl.float32)
+    SHORT: tl.constexpr = scaled.dtype.element_ty == tl.bfloat16
     PARTS: tl.constexpr = BN // WIDTH
-    parts = _parts(acc, PARTS)
+    accs = _parts(acc, PARTS)
+    gs = _parts(g, PARTS)
+    us = _parts(u, PARTS)
+    share = tl.zeros([BM], tl.float32)
     for n in tl.static_range(PARTS):
         column = block * BN + n * WIDTH + tl.arange(0, WIDTH)
         there = live[:, None] & (column < I)[None, :] if I % BN != 0 else live[:, None]
         at = rows.to(tl.int64)[:, None] * I + column[None, :]
-        g = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
-        u = tl.load(up + at, mask=there, other=0.0).to(tl.float32)
-        value, by_gate, by_up = situ_gradient(g, u, BETA, LINEAR)
+        value, by_gate, by_up = situ_gradient(gs[n].to(tl.float32), us[n].to(tl.float32), BETA, LINEAR, SHORT)
         value = value.to(scaled.dtype.element_ty).to(tl.float32)  # what w2 saw
-        share += tl.sum(tl.where(there, parts[n] * value, 0.0), 1)
-        d = parts[n] * weight[:, None]
+        share += tl.sum(accs[n] * value, 1)
+        d = accs[n] * weight[:, None]
         tl.store(d_gate + at, (d * by_gate).to(d_gate.dtype.element_ty), mask=there)
         tl.store(d_up + at, (d * by_up).to(d_up.dtype.element_ty), mask=there)
+        # Tied to the product, which lies in another layout: else SiTU would be computed once more in that of the store.
+        value = tl.where(accs[n] != accs[n], accs[n], value)
         tl.store(scaled + at, (value * weight[:, None]).to(scaled.dtype.element_ty), mask=there)
     tl.store(shares + block.to(tl.int64) * M + rows, share, mask=live)
 
 
 @triton.jit(do_not_specialize=["tiles", "depth"])
 def row_gradient_kernel(
-    d_gate, d_up, w1, w3, d_z, start, tile_expert, tile_row, tiles, depth,
+    d_gate, d_up, w1, w3, d_z, tile_expert, tile_row, tile_end, tiles, depth,
     I: tl.constexpr, C: tl.constexpr, E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -218,18 +233,19 @@ def row_gradient_kernel(
     expert = tl.load(tile_expert + tile)
     if expert >= E:
         return
-    rows, live = _rows_of(tile_row, start, tile, expert, BM)
+    rows, live = _rows_of(tile_row, tile_end, tile, BM)
     column = block * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row_at = tl.where(live, rows, 0).to(tl.int64)[:, None] * I + k[None, :]
-    w_at = expert.to(tl.int64) * (I * C) + k[:, None] * C + _within(column, C, BN)[None, :]
+    w_at = expert.to(tl.int64) * (I * C) + k[:, None] * C + column[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     for part in tl.static_range(2):
         d_at = (d_gate if part == 0 else d_up) + row_at
         at = (w1 if part == 0 else w3) + w_at
         for low in range(0, depth, BK):
             d = _load_rows(d_at, live, low + k[None, :], I, BK)
-            acc = tl.dot(d, _load(at, low + k[:, None], I, BK), acc, input_precision="ieee")
+            w = _load_across(at, low + k, column, I, BK, C, BN)
+            acc = tl.dot(d, w, acc, input_precision="ieee")
             d_at += BK
             at += BK * C
     _store(d_z + rows.to(tl.int64)[:, None] * C + column[None, :], acc, live, column, C, BN)
@@ -247,8 +263,6 @@ def gate_up_weight_kernel(
     column = tl.program_id(0) % blocks % ((C + BN - 1) // BN) * BN + tl.arange(0, BN)
     low = tl.load(start + expert)
     high = tl.load(start + expert + 1)
-    inner = _within(row, I, BM)[None, :]
-    outer = _within(column, C, BN)[None, :]
     k = tl.arange(0, BK)
     acc1 = tl.zeros([BM, BN], tl.float32)
     acc3 = tl.zeros([BM, BN], tl.float32)
@@ -258,10 +272,10 @@ def gate_up_weight_kernel(
         live = rows < high
         token = following
         following = _tokens(slot, rows + BK, rows + BK < high, K)
-        x = tl.load(z + token[:, None] * C + outer, mask=live[:, None], other=0.0)
-        at = rows.to(tl.int64)[:, None] * I + inner
-        g = tl.load(d_gate + at, mask=live[:, None], other=0.0)
-        u = tl.load(d_up + at, mask=live[:, None], other=0.0)
+        x = _load_rows(z + token[:, None] * C + column[None, :], live, column[None, :], C, BN)
+        at = rows.to(tl.int64)[:, None] * I + row[None, :]
+        g = _load_rows(d_gate + at, live, row[None, :], I, BM)
+        u = _load_rows(d_up + at, live, row[None, :], I, BM)
         acc1 = tl.dot(tl.trans(g), x, acc1, input_precision="ieee")
         acc3 = tl.dot(tl.trans(u), x, acc3, input_precision="ieee")
     at = expert.to(tl.int64) * (I * C) + row[:, None] * C + column[None, :]
@@ -281,8 +295,6 @@ def down_weight_kernel(
     column = tl.program_id(0) % blocks % ((I + BN - 1) // BN) * BN + tl.arange(0, BN)
     low = tl.load(start + expert)
     high = tl.load(start + expert + 1)
-    outer = _within(row, C, BM)[None, :]
-    inner = _within(column, I, BN)[None, :]
     k = tl.arange(0, BK)
     acc = tl.zeros([BM, BN], tl.float32)
     following = _tokens(slot, low + k, low + k < high, K)
@@ -291,24 +303,25 @@ def down_weight_kernel(
         live = rows < high
         token = following
         following = _tokens(slot, rows + BK, rows + BK < high, K)
-        d = tl.load(d_u + token[:, None] * C + outer, mask=live[:, None], other=0.0)
-        x = tl.load(scaled + rows.to(tl.int64)[:, None] * I + inner, mask=live[:, None], other=0.0)
+        d = _load_rows(d_u + token[:, None] * C + row[None, :], live, row[None, :], C, BM)
+        x = _load_rows(scaled + rows.to(tl.int64)[:, None] * I + column[None, :], live, column[None, :], I, BN)
         acc = tl.dot(tl.trans(d), x, acc, input_precision="ieee")
     at = expert.to(tl.int64) * (C * I) + row[:, None] * I + column[None, :]
     _store(d_w2 + at, acc, row < C, column, I, BN)
 
 
 class Tile(NamedTuple):
-    """What a program makes at a time, and with how many warps and stages of loads."""
+    """What a program makes at a time, with how many warps and stages of loads, and registers a thread if limited."""
 
     columns: int
     depth: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 class Block(NamedTuple):
-    """The same of a weight gradient's program."""
+    """Rows too, for a program that has no tile of rows given."""
 
     rows: int
     columns: int
@@ -329,16 +342,16 @@ GROUP = 8  # tiles of rows whose blocks of columns run side by side
 # By rows of a tile. Elsewhere than on Hopper blocks have 99 KB of shared memory; float32 takes no tensor cores.
 HOPPER = {
     128: {
-        "gate_up": Tile(128, 64, 8, 3),
+        "gate_up": Tile(64, 64, 8, 3),  # two programs on a multiprocessor: one multiplies while the other one stores
         "down": Tile(256, 64, 8, 3),
-        "act_gradient": Tile(128, 64, 8, 3),
+        "act_gradient": Tile(64, 64, 8, 3, 128),
         "row_gradient": Tile(256, 64, 8, 3),
     },
     64: {
-        "gate_up": Tile(128, 64, 4, 3),
-        "down": Tile(256, 64, 4, 3),
-        "act_gradient": Tile(128, 64, 4, 3),
-        "row_gradient": Tile(256, 64, 4, 3),
+        "gate_up": Tile(64, 64, 4, 3),
+        "down": Tile(128, 64, 4, 3),
+        "act_gradient": Tile(64, 64, 4, 3),
+        "row_gradient": Tile(128, 64, 4, 3),
     },
     16: {
         "gate_up": Tile(64, 128, 4, 3),
@@ -347,6 +360,7 @@ HOPPER = {
         "row_gradient": Tile(64, 128, 4, 3),
     },
 }
+DEEP, DEEP_GATE_UP = 640, Tile(128, 64, 8, 4)  # of sums this long, products are most of the work
 AMPERE = {
     128: {
         "gate_up": Tile(64, 32, 8, 4),
@@ -366,7 +380,7 @@ FLOAT32 = {
     rows: dict.fromkeys(("gate_up", "down", "act_gradient", "row_gradient"), Tile(32, 32, 4, 2)) for rows in (64, 16)
 }
 WEIGHT_BLOCKS = {
-    "hopper": {"gate_up_weight": Block(128, 128, 64, 8, 3), "down_weight": Block(128, 256, 64, 8, 3)},
+    "hopper": {"gate_up_weight": Block(64, 128, 64, 4, 3), "down_weight": Block(128, 128, 64, 8, 3)},
     "ampere": {"gate_up_weight": Block(128, 64, 32, 8, 3), "down_weight": Block(128, 128, 32, 8, 3)},
     "float32": dict.fromkeys(("gate_up_weight", "down_weight"), Block(32, 32, 32, 4, 2)),
 }
@@ -382,9 +396,11 @@ def row_tiles(kind: str) -> dict[int, dict[str, Tile]]:
     return {"hopper": HOPPER, "ampere": AMPERE, "float32": FLOAT32}[kind]
 
 
-def tile_for(kind: str, rows: int, name: str, width: int) -> Tile:
-    """The tile of a row product of so many columns: half as wide where the table's does not divide them."""
+def tile_for(kind: str, rows: int, name: str, width: int, depth: int) -> Tile:
+    """The tile of a row product of so many columns and sums; half as wide where the table's does not divide them."""
     tile = row_tiles(kind)[rows][name]
+    if (kind, rows, name) == ("hopper", 128, "gate_up") and depth > DEEP:
+        tile = DEEP_GATE_UP
     return tile if width % tile.columns == 0 else tile._replace(columns=max(16, tile.columns // 2))
 
 
@@ -399,18 +415,19 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     """What the launchers compile in bfloat16 for experts of the released widths, and for small ones with few rows."""
     kind = kind_of(arch, 2)
     cases = []
-    for (C, I), rows in (((3584, 3072), 128), ((512, 512), 64), ((512, 512), 16)):
+    for (C, I), rows in (((3584, 3072), 128), ((512, 512), 128), ((512, 512), 64), ((512, 512), 16)):
         known: dict[str, Any] = {"C": C, "I": I, "E": 128, "K": 8, "BETA": 4.0, "LINEAR": 25.0, "GROUP": GROUP}
-        known |= dict.fromkeys(("slot", "start", "tile_expert", "tile_row"), "*i32")
+        known |= dict.fromkeys(("slot", "start", "tile_expert", "tile_row", "tile_end"), "*i32")
         known |= {"weights": "*fp32", "shares": "*fp32"} | dict.fromkeys(("tiles", "M", "depth"), "i32")
-        shapes = {name: (rows, *tile) for name, tile in row_tiles(kind)[rows].items()}
-        if rows != 16:
-            shapes |= WEIGHT_BLOCKS[kind]
-        for name, (BM, BN, BK, warps, stages) in shapes.items():
+        widths = {"gate_up": (I, C), "down": (C, I), "act_gradient": (I, C), "row_gradient": (C, I)}
+        shapes = {name: (rows, *tile_for(kind, rows, name, *width)) for name, width in widths.items()}
+        if rows > 16:
+            shapes |= {name: (*block, None) for name, block in WEIGHT_BLOCKS[kind].items()}
+        for name, (BM, BN, BK, warps, stages, registers) in shapes.items():
             tile = {"BM": BM, "BN": BN, "BK": BK}
             arguments = {x: (known | tile).get(x, "*bf16") for x in KERNELS[name].arg_names}
-            options = {"num_warps": warps, "num_stages": stages}
-            if rows != 16 or name == "down":
+            options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+            if rows > 16 or name == "down":
                 cases.append((KERNELS[name], arguments, options))
             if name == "gate_up":
                 cases.append((KERNELS[name], arguments | {"gate": None, "up": None}, options))

@@ -1,4 +1,4 @@
-"""A layer's input to latents, logits and routes: both projections and the expert choice, as one differentiable step."""
+"""A layer's input to latents and routes: both projections and the expert choice, as one differentiable step."""
 
 from typing import Any, NamedTuple
 
@@ -9,44 +9,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from openk3.ops.backend import on_device
-from openk3.ops.latent_moe.project_kernel import GROUP, block_for, project_kernel
+from openk3.ops.latent_moe.logits_kernel import block_for, logits_kernel
 from openk3.ops.latent_moe.route_fused import Choice, Routed, logits_gradient, route
 from openk3.ops.norm import at_least_float32
 
-# Inputs up to this width take one launch for both products; for wider ones the library's two are faster.
-ONE_LAUNCH = 2048
 
-
-def project(x_TD: Tensor, down_CD: Tensor, router_ED: Tensor) -> tuple[Tensor, Tensor]:
-    """(x down^T in x's format, x router^T in float32).
-
-    The released router casts both operands to float32 before it multiplies. For one 16-bit format throughout, products
-    are exact in float32 and are added there by tensor cores: the same sums in another order.
-    """
-    kinds = {x_TD.dtype, down_CD.dtype, router_ED.dtype}
-    if len(kinds) > 1 or x_TD.dtype.itemsize != 2:
-        return F.linear(x_TD, down_CD), F.linear(at_least_float32(x_TD), at_least_float32(router_ED))
-    if x_TD.shape[1] > ONE_LAUNCH and x_TD.device.type == "cuda":
-        return F.linear(x_TD, down_CD), torch.mm(x_TD, router_ED.T, out_dtype=torch.float32)
-    return project_once(x_TD, down_CD, router_ED)
-
-
-def project_once(x_TD: Tensor, down_CD: Tensor, router_ED: Tensor) -> tuple[Tensor, Tensor]:
-    """`project` in one launch, for one 16-bit format."""
-    (T, D), C, E = x_TD.shape, len(down_CD), len(router_ED)
-    x_TD, down_CD, router_ED = x_TD.contiguous(), down_CD.contiguous(), router_ED.contiguous()
-    z, logits = x_TD.new_empty(T, C), torch.empty(T, E, dtype=torch.float32, device=x_TD.device)
+def router_logits(x_TD: Tensor, router_ED: Tensor) -> Tensor:
+    """x router^T in float32, as exact as if both were cast to float32 first: by the kernel for one 16-bit format."""
+    if x_TD.dtype != router_ED.dtype or x_TD.dtype.itemsize != 2:
+        return F.linear(at_least_float32(x_TD), at_least_float32(router_ED))
+    (T, D), E = x_TD.shape, len(router_ED)
+    x_TD, router_ED = x_TD.contiguous(), router_ED.contiguous()
+    logits = torch.empty(T, E, dtype=torch.float32, device=x_TD.device)
     major, minor = torch.cuda.get_device_capability(x_TD.device) if x_TD.device.type == "cuda" else (9, 0)
-    rows, columns, depth, warps, stages = block_for(10 * major + minor)
-    programs = triton.cdiv(T, rows) * (triton.cdiv(C, columns) + triton.cdiv(E, columns))
-    if programs:
+    rows, columns, depth, warps, stages = block_for(T, E, 10 * major + minor)
+    if T:
         with on_device(x_TD):
-            project_kernel[(programs,)](
-                *(x_TD, down_CD, router_ED, z, logits, T, D, D, C, E, rows, columns, depth, GROUP),
-                num_warps=warps,
-                num_stages=stages,
+            logits_kernel[(triton.cdiv(T, rows) * triton.cdiv(E, columns),)](
+                *(x_TD, router_ED, logits, T, D, 1.0, D, E, rows, columns, depth), num_warps=warps, num_stages=stages
             )
-    return z, logits
+    return logits
 
 
 class Projected(NamedTuple):
@@ -62,8 +44,8 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, choice: Choice, with_scores: bool, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         x, down, router, bias = tensors
-        z, logits = project(x, down, router)
-        routed = route(logits, bias, choice, with_scores=with_scores)
+        z = F.linear(x, down)
+        routed = route(router_logits(x, router), bias, choice, with_scores=with_scores)
         ids, weights, chosen, threshold, scores, masks, counts = routed
         ctx.save_for_backward(x, down, router, *routed)
         ctx.set_materialize_grads(False)

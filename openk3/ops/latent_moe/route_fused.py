@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     start_X: Tensor  # int32 [E + 1]: first row of each expert, and M
     tile_expert: Tensor  # int32: the expert of each tile of rows; E where there are no more tiles
     tile_row: Tensor  # int32: its first row
+    tile_end: Tensor  # int32: the row behind its expert's last
     tile: int  # rows of a tile
 
 
@@ -88,28 +89,16 @@ def sort(routed: Routed, tile: int) -> Plan:
     span = triton.cdiv(groups, MOST_SORTS)
     programs = max(triton.cdiv(groups, span), triton.cdiv(M // tile + min(E, M), settings["ENTRIES"]))
     row, slot, start = (routed.masks_WE.new_empty(size) for size in (M, M, E + 1))
-    expert, first = routed.masks_WE.new_empty(2, programs * settings["ENTRIES"]).unbind()
+    tiles = expert, first, end = routed.masks_WE.new_empty(3, programs * settings["ENTRIES"]).unbind()
     blocks = max(1, triton.cdiv(triton.cdiv(T, 32), MOST_GROUPS))
     with on_device(row):
         sort_kernel[(programs,)](
-            *(
-                routed.ids_Tk,
-                routed.masks_WE,
-                routed.counts_GE,
-                row,
-                slot,
-                start,
-                expert,
-                first,
-                T,
-                blocks,
-                groups,
-                span,
-            ),
+            *(routed.ids_Tk, routed.masks_WE, routed.counts_GE, row, slot, start, *tiles),
+            *(T, blocks, groups, span),
             *settings.values(),
             num_warps=SORT_WARPS,
         )
-    return Plan(row.view(T, k), slot, start, expert, first, tile)
+    return Plan(row.view(T, k), slot, start, expert, first, end, tile)
 
 
 def logits_gradient(d_weights_Tk: Tensor, routed: Routed, choice: Choice, dtype: torch.dtype) -> Tensor:

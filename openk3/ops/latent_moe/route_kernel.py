@@ -170,7 +170,7 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["T", "blocks", "groups", "span"])
 def sort_kernel(
-    ids, masks, counts, row, slot, start, tile_expert, tile_row, T, blocks, groups, span,
+    ids, masks, counts, row, slot, start, tile_expert, tile_row, tile_end, T, blocks, groups, span,
     E: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
     ENTRIES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -197,9 +197,11 @@ def sort_kernel(
     last = tl.cumsum(tiles, 0)
     entry = program * ENTRIES + tl.arange(0, ENTRIES)
     whose = tl.sum(((last[None, :] <= entry[:, None]) & (expert < E)[None, :]).to(tl.int32), 1)
-    shift = tl.where(whose[:, None] == expert[None, :], (begin - (last - tiles) * TILE)[None, :], 0)
+    its = whose[:, None] == expert[None, :]
+    shift = tl.where(its, (begin - (last - tiles) * TILE)[None, :], 0)
     tl.store(tile_expert + entry, whose)
     tl.store(tile_row + entry, tl.sum(shift, 1) + entry * TILE)
+    tl.store(tile_end + entry, tl.sum(tl.where(its, (begin + total)[None, :], 0), 1))
     base = begin + before
     bit = tl.arange(0, SLOTS) // K
     stop = tl.minimum(tl.minimum(first + span, groups) * blocks, (T + WORD - 1) // WORD)
@@ -286,7 +288,9 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         rows = token_rows(experts)
         known: dict[str, Any] = {"ids": "*i64", "masks": "*i32", "counts": "*i32", "scale": "fp32", "RENORMALIZE": True}
         known |= dict.fromkeys(("T", "blocks", "groups", "span"), "i32")
-        known |= dict.fromkeys(("row", "slot", "start", "tile_expert", "tile_row"), "*i32") | {"d_logits": "*bf16"}
+        known |= dict.fromkeys(("row", "slot", "start", "tile_expert", "tile_row", "tile_end"), "*i32") | {
+            "d_logits": "*bf16"
+        }
         choice = {"E": experts, "K": k, "ROWS": rows, "CHUNK": chunk, "CHUNKS": count, "masks": f"*i{rows}"}
         for kernel, own, warps in (
             (route_kernel, choice, ROUTE_WARPS),
