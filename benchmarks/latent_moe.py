@@ -6,8 +6,8 @@
 
 Whole layers in bfloat16, shared experts included, at a router that spreads tokens evenly but for chance: forward alone
 without gradients, or forward and backward to the input and all weights. The composition waits for nothing either:
-torch's products (the router's in float32, as released), top-k, stable sort and `grouped_mm`, and our SiTU kernel. The
-floor is the larger of the layer's FLOPs at the rate of a torch product of 8192 x 8192 x 8192 and its bytes (weights, and
+torch's products (the router's in float32, as released), top-k, stable sort, `grouped_mm`, and our SiTU kernel. The
+floor is the larger of the layer's FLOPs at the rate of a product of 8192 x 8192 x 8192 and its bytes (weights, and
 what must be kept or handed on between products, each once) at the copy rate, both measured in the same run. Median of
 10 after 3, CUDA events. Errors are norm ratios of output and input gradient against float64 where that fits.
 """
