@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from openk3.config.serve import EngineConfig
 from openk3.engine.hybrid_cache import RequestTooLarge
@@ -15,27 +14,11 @@ from openk3.engine.job import Job
 from openk3.engine.loop import Loop
 from openk3.engine.prompt import read_prompt
 from openk3.engine.request import Completion, Request, SamplingParams
+from openk3.engine.stats import Stats, stats_of
 from openk3.engine.stream import Listener, Stream, Update
 from openk3.model.k3 import K3
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """How an engine is doing; counts of tokens, steps and passes are since its start."""
-
-    num_waiting: int
-    num_running: int
-    num_pages: int
-    num_pages_held: int
-    num_pages_cached: int  # held by nobody, and there for whoever has the same prefix
-    num_steps: int
-    num_preempted: int
-    num_failed_passes: int
-    num_computed: int  # tokens, of prompts and answers
-    num_asked: int  # tokens of requests when they started
-    num_hit: int  # those of them that came from the cache
 
 
 class Engine:
@@ -137,22 +120,14 @@ class Engine:
             for job in self._loop.scheduler.running:
                 job.features.clear()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step has nothing to do: no request is here, and none is to be cancelled."""
+        return not (self._arrived or self._cancelled or self._streams)
+
     def stats(self) -> Stats:
         """How it is doing now."""
-        loop, scheduler, books = self._loop, self._loop.scheduler, self._loop.books
-        return Stats(
-            num_waiting=len(scheduler.waiting) + len(self._arrived),
-            num_running=len(scheduler.running),
-            num_pages=books.config.num_pages,
-            num_pages_held=books.pool.num_held,
-            num_pages_cached=books.pool.num_idle,
-            num_steps=scheduler.step,
-            num_preempted=scheduler.num_preempted,
-            num_failed_passes=loop.num_failed_passes,
-            num_computed=loop.num_computed,
-            num_asked=books.asked_tokens,
-            num_hit=books.hit_tokens,
-        )
+        return stats_of(self._loop, len(self._arrived))
 
     def check(self) -> None:
         """Assert every invariant of jobs and pages: for tests, and for an engine that is idle."""

@@ -278,8 +278,9 @@ def test_float32_differs_only_where_two_tokens_are_as_good() -> None:
 def test_jobs_say_where_they_stand() -> None:
     """For whoever watches: numbers of an engine at work and at rest."""
     one = engine(step_tokens=8)
+    assert one.is_idle
     streams = [one.submit(greedy(prompt(9, n), 3)) for n in range(3)]
-    assert one.stats().num_waiting == 3 and one.stats().num_running == 0
+    assert not one.is_idle and one.stats().num_waiting == 3 and one.stats().num_running == 0
     one.step()
     assert one.stats().num_running == 3 and one.stats().num_computed == 8 and one.stats().num_pages_held > 0
     jobs: list[Job] = [stream.job for stream in streams]
@@ -287,4 +288,4 @@ def test_jobs_say_where_they_stand() -> None:
     finish(one, *streams)
     stats = one.stats()
     assert (stats.num_running, stats.num_pages_held, stats.num_asked, stats.num_hit) == (0, 0, 27, 0)
-    assert stats.num_computed == 27 + 6 and stats.num_pages_cached > 0
+    assert stats.num_computed == 27 + 6 and stats.num_pages_cached > 0 and one.is_idle
