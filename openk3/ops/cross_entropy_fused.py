@@ -128,7 +128,7 @@ class _Rows:
     ) -> None:
         """The kernel over a chunk; `vectors` by its arguments' names, for all tokens."""
         V = logits.shape[1]
-        lanes, vector, warps = settings(V, logits.element_size())
+        lanes, vector, warps = settings(V, logits.element_size(), gradient)
         names = ("log_norm", "logprob", "entropy", "d_logprob", "d_entropy")
         given = (vectors.get(name) for name in names)
         with on_device(logits):

@@ -111,24 +111,27 @@ def logits_kernel(
                 tl.store(row + column, narrow, mask=column < V)
 
 
-def settings(V: int, bytes_per_value: int) -> tuple[int, int, int]:
-    """(lanes, values of a lane, warps): vectors of 16 bytes, as many as a row has or 1024."""
+def settings(V: int, bytes_per_value: int, gradient: bool) -> tuple[int, int, int]:
+    """(lanes, values of a lane, warps): vectors of 16 bytes; few rows at once where they are read twice, else many."""
     vector = 16 // bytes_per_value
-    lanes = min(1024, triton.next_power_of_2(triton.cdiv(V, vector)))
-    return lanes, vector, max(1, min(16, lanes // 64))
+    lanes = min(2048 if gradient else 512, triton.next_power_of_2(triton.cdiv(V, vector)))
+    return lanes, vector, max(1, lanes // 64)
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile for a vocabulary of 163,840 in bfloat16, and for an odd one in float32; every arch."""
     tensors = {"logits": "*bf16", "ids": "*i64"}
     tensors |= dict.fromkeys(("log_norm", "logprob", "entropy", "d_logprob", "d_entropy"))
-    lanes, vector, warps = settings(163_840, 2)
-    common = tensors | {"V": "i32:16", "ignored": "i32", "LANES": lanes, "VECTOR": vector, "WHOLE": True}
+    common = tensors | {"V": "i32:16", "ignored": "i32", "WHOLE": True}
     loss = {"logprob": "*fp32", "STATISTICS": True, "GRADIENT": True}
     measure = {"log_norm": "*fp32", "logprob": "*fp32", "entropy": "*fp32", "STATISTICS": True, "GRADIENT": False}
     gradient = dict.fromkeys(("log_norm", "entropy", "d_logprob", "d_entropy"), "*fp32")
     gradient |= {"STATISTICS": False, "GRADIENT": True}
-    options = {"num_warps": warps, "num_stages": 3}
-    odd = {"logits": "*fp32", "V": "i32", "VECTOR": 4, "WHOLE": False}
+    odd = {"logits": "*fp32", "V": "i32", "WHOLE": False}
     kinds = (loss, loss | {"GRADIENT": False}, measure, gradient, gradient | {"entropy": None, "d_entropy": None})
-    return [(logits_kernel, common | kind, options) for kind in (*kinds, loss | odd, gradient | odd)]
+    cases = []
+    for kind in (*kinds, loss | odd, gradient | odd):
+        lanes, vector, warps = settings(163_840, 4 if "logits" in kind else 2, bool(kind["GRADIENT"]))
+        arguments = common | {"LANES": lanes, "VECTOR": vector} | kind
+        cases.append((logits_kernel, arguments, {"num_warps": warps, "num_stages": 3}))
+    return cases

@@ -27,7 +27,7 @@ from openk3.ops.optimizer_kernel import VALUES, narrow_kernel
 
 # Steps on one Gram matrix: rounding makes some of its eigenvalues negative, and each step multiplies those by a^2.
 GRAM_STEPS = 5
-_PROGRAMS = 264  # that X X^T is cut into at least, where it has so many columns
+_PROGRAMS = 132  # that X X^T is cut into at least, where it has so many columns
 _COLUMNS = 512  # that a piece of it has at least
 # Values of matrices at work at once: bounds the memory of what lies between the kernels.
 CHUNK_VALUES = 1 << 27
@@ -130,17 +130,18 @@ def _by_products(
     """Each step: X X^T, its polynomial, and the product with X; the first one divides by the norm on the way."""
     a, b, c = coefficients
     B, M, N = shape.B, shape.M, shape.N
-    square = square_tiling(M, shape.arch)
-    tiles = triton.cdiv(M, square.rows)
+    squares = {polynomial: square_tiling(M, shape.arch, polynomial=polynomial) for polynomial in (False, True)}
+    tiles = triton.cdiv(M, squares[False].rows)
     traces = x.new_empty(B, tiles, dtype=torch.float32)
     gram, polynomial = x.new_empty(B, M, M), x.new_empty(B, M, M)
     other = torch.empty_like(x) if steps > 1 else x
     grid = (B * (tiles * (tiles + 1) // 2),)
     for step in range(steps):
         first, last = step == 0, step + 1 == steps
-        flags = {"BM": square.rows, "BK": square.inner, "FIRST": first}
         for source, out, columns, tall in ((x, gram, N, shape.tall), (gram, polynomial, M, False)):
+            square = squares[out is polynomial]
             whole = M % square.rows == 0 and columns % square.inner == 0
+            flags = {"BM": square.rows, "BK": square.inner, "FIRST": first}
             kind = {"TALL": tall, "WHOLE": whole, "POLYNOMIAL": out is polynomial}
             symmetric_kernel[grid](source, out, traces, M, columns, b, c, **flags, **kind, **square.options)
         following = target if last else other

@@ -272,19 +272,20 @@ class Tiling(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def square_tiling(M: int, arch: int) -> Tiling:
-    """Tiles of X X^T and of the polynomial, for matrices of M rows on a compute capability such as 90."""
+def square_tiling(M: int, arch: int, *, polynomial: bool) -> Tiling:
+    """Tiles of X X^T or of the polynomial, for matrices of M rows on a compute capability such as 90."""
     if M % 128 and M < 512:
         return Tiling(64, 64, 64, 4, 4 if arch in (80, 90) else 3)
-    return Tiling(128, 128, 64, 8, 4 if arch in (80, 90) else 3)
+    # The polynomial holds a tile of A besides, for which four warps have no registers left.
+    return Tiling(128, 128, 64, 4 if arch == 90 and not polynomial else 8, 4 if arch == 80 else 3)
 
 
 def product_tiling(R: int, C: int, arch: int, *, updates: bool) -> Tiling:
     """Tiles of P X as it is stored, [R, C]; `updates` weights, which are held in registers."""
     if min(R, C) % 128 and min(R, C) < 512:
         return Tiling(64, 64, 64, 4, 4 if arch in (80, 90) else 3)
-    if arch == 90 and C % 256 == 0 and not updates:
-        return Tiling(128, 256, 64, 8, 3)
+    if arch == 90 and not updates:
+        return Tiling(128, 256, 64, 8, 3) if C % 256 == 0 else Tiling(128, 128, 64, 4, 3)
     return Tiling(128, 128, 64, 8, 4 if arch in (80, 90) else 3)
 
 
@@ -326,9 +327,9 @@ def _product_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]
     cases: list[tuple[Any, dict[str, Any], dict[str, int]]] = []
     matrices = {"x": "*bf16", "out": "*bf16", "traces": "*fp32", "b": "fp32", "c": "fp32"}
     for M, whole in ((512, True), (200, False)):
-        tiling = square_tiling(M, arch)
-        shape = {"BM": tiling.rows, "BK": tiling.inner, "WHOLE": whole, "M": "i32:16", "N": "i32:16"}
         for tall, polynomial in ((False, False), (True, False), (False, True)):
+            tiling = square_tiling(M, arch, polynomial=polynomial)
+            shape = {"BM": tiling.rows, "BK": tiling.inner, "WHOLE": whole, "M": "i32:16", "N": "i32:16"}
             flags = {"TALL": tall, "POLYNOMIAL": polynomial, "FIRST": True}
             cases.append((symmetric_kernel, matrices | shape | flags, tiling.options))
     scalars = dict.fromkeys(("blocks", "shares"), "i32") | dict.fromkeys(("a", "keep", "rate"), "fp32")
