@@ -2,10 +2,10 @@
 
     python benchmarks/kda.py                          # every row, about four minutes on an H200
     python benchmarks/kda.py --peers PEERS            # PEERS holds fla, flash_kda and nemo_automodel to import
-    python benchmarks/kda.py --rows T=8192 decode     # rows whose name contains one of these
+    python benchmarks/kda.py --rows T=8192 decode     # rows whose name contains one of these, in a file of their own
     python benchmarks/kda.py --check-only             # errors alone, on the rows and on hard inputs
     python benchmarks/kda.py --check-only --rows hard # on hard inputs
-    python benchmarks/kda.py --device cpu --small     # try the script: plain PyTorch on tiny shapes
+    python benchmarks/kda.py --device cpu --small     # try the script: plain PyTorch on tiny shapes, nothing written
 
 Protocol: batch 1, heads of 128 channels, bfloat16 tokens and logits, float32 gate parameters and states; gate, L2 norm
 and sigmoid inside the clock (NeMo's log decay and beta are made outside, in float32: it has no other form). Fresh
@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -31,9 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from kda_report import COLUMNS, markdown, print_row, worse_than_fla  # noqa: E402
+from kda_report import COLUMNS, markdown, print_row, verdict_on_errors, worse_than_fla  # noqa: E402
 from kda_timing import Protocol, copy_rate  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "results"
 HARD = "hard inputs"  # chosen by --rows like a row
 VARLEN = {"1300+547+2048+963+271+3063": (1300, 547, 2048, 963, 271, 3063), "8x1024": (1024,) * 8}
 
@@ -96,10 +98,12 @@ def all_rows() -> list[Work | DecodeWork]:
 
 
 def small(row: Work | DecodeWork) -> Work | DecodeWork:
-    """The same row in a tiny shape and without a goal."""
+    """The same row in a tiny shape, which its name says, and without a goal."""
     if isinstance(row, DecodeWork):
-        return replace(row, batch=min(row.batch, 3), heads=2, width=16, goal_ms=None)
-    return replace(row, lengths=tuple(1 + n % 37 for n in row.lengths), heads=2, width=16, goal_ms=None)
+        tiny = replace(row, batch=min(row.batch, 3), heads=2, width=16, goal_ms=None)
+        return replace(tiny, name=f"{row.name} (tiny: batch {tiny.batch}, H=2, 16 channels)")
+    tiny = replace(row, lengths=tuple(1 + n % 37 for n in row.lengths), heads=2, width=16, goal_ms=None)
+    return replace(tiny, name=f"{row.name} (tiny: T={sum(tiny.lengths)}, H=2, 16 channels)")
 
 
 @dataclass(frozen=True)
@@ -161,16 +165,30 @@ def conditions(device: torch.device, peers: dict[str, str], name: str) -> dict[s
     }
 
 
-def written(results: dict[str, Any], folder: Path) -> Path:
-    """Write the results as JSON and as Markdown beside it; the path of the first."""
+def file_of(results: dict[str, Any], folder: Path, kind: str = "") -> Path:
+    """Where results go: kda-GPU-DATE.json has every row at full size, and what is of another `kind` a name of its own.
+
+    So it replaces only results of its kind.
+    """
     gpu = results["gpu"].removeprefix("NVIDIA ").split(" ")[0].lower()
-    path = folder / f"kda-{gpu}-{results['date']}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{'_'.join(filter(None, ('kda', kind)))}-{gpu}-{results['date']}.json"
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """As JSON, and as Markdown beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     for target, text in ((path, json.dumps(results, indent=1) + "\n"), (path.with_suffix(".md"), markdown(results))):
         partial = target.with_name(target.name + ".partial")
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
-    return path
+
+
+def kind_of(options: argparse.Namespace) -> str:
+    """What a run is of other than every row at full size, as a part of its file's name."""
+    parts = [name for name in ("small", "quick") if getattr(options, name)]
+    if options.rows != [""]:
+        parts += ["rows", *(re.sub(r"[^\w=+]+", "_", part).strip("_") or "all" for part in options.rows)]
+    return "_".join(parts)
 
 
 def flags(arguments: list[str] | None) -> argparse.Namespace:
@@ -183,7 +201,7 @@ def flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--commit", help="what to record as the commit where the checkout has no history")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results, on a CPU none")
     options = parser.parse_args(arguments)
     try:
         options.device = torch.device(options.device)
@@ -197,7 +215,9 @@ def flags(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--rows {' '.join(options.rows)}: no row has that in its name, such as {all_rows()[0].name!r}")
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"--peers {options.peers}: no such folder")
-    if options.out.exists() and not options.out.is_dir():
+    if options.out is None and options.device.type == "cuda":
+        options.out = RESULTS
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
         parser.error(f"--out {options.out}: not a folder")
     return options
 
@@ -222,21 +242,29 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any] = conditions(device, kda_peers.versions(list(implementations)), options.commit or commit())
     results |= {"copy_tb_s": rate / 1e12, "left_out": missing, "rows": [], "checks": []}
     print("\n".join(f"{name}: {value}" for name, value in results.items() if value))
+    kind, folder = kind_of(options), None if options.check_only else options.out
+    unfinished = file_of(results, folder or Path(), "_".join(filter(None, (kind, "unfinished"))))
     rows = [row for row in all_rows() if any(part in row.name for part in options.rows)]
     for row in [small(row) for row in rows] if options.small else rows:
         results["rows"].append(record(row, bench.measure(row), rate))
         print_row(results["rows"][-1])
-        if not options.check_only:  # what is measured is kept if a later row breaks the process
-            written(results, options.out)
+        if folder:  # what is measured is there if a later row breaks the process
+            write(results, unfinished)
     if any(part in HARD for part in options.rows):
         from kda_operator import hard_checks
 
         results["checks"] = hard_checks(implementations, device, tiny=options.small)
     print("\n" + markdown(results))
-    if not options.check_only:
-        print(f"written to {written(results, options.out)}")
+    if folder:
+        path = file_of(results, folder, kind)
+        write(results, path)
+        for rest in (unfinished, unfinished.with_suffix(".md")):
+            rest.unlink(missing_ok=True)
+        print(f"written to {path}")
+    elif not options.check_only:
+        print("nothing is written; --out FOLDER keeps the results")
     bad = worse_than_fla(results)
-    print("\n".join(bad) or "no result of ours is further from float64 than fla-core's")
+    print("\n".join(bad) or verdict_on_errors(results))
     rows = [*results["rows"], *results["checks"]]
     return int(bool(bad) or "ours" in missing or any("ours" in row.get("failed", {}) for row in rows))
 

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -81,9 +82,18 @@ def speed() -> str:
     return "\n".join([*lines, ""])
 
 
+def newest_gpu_run(folder: Path) -> dict[str, Any]:
+    """The last of the whole runs of `benchmarks/kda.py` on a GPU; those on a CPU only try the script."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("kda-*.json"))]
+    runs = [run for run in runs if not run["gpu"].startswith("none")]
+    if not runs:
+        raise SystemExit(f"readme_tree.py: no kda-GPU-DATE.json of a GPU in {folder}; run benchmarks/kda.py on one")
+    return max(runs, key=lambda run: run["date"])
+
+
 def kernels() -> str:
     """Times of the KDA kernels and their peers from the newest committed run on a GPU."""
-    data = json.loads(max(RESULTS.glob("kda-*.json"), key=lambda path: path.stem[-10:]).read_text(encoding="utf-8"))
+    data = newest_gpu_run(RESULTS)
     peers = {"fla_ms": "fla-core", "flashkda_ms": "FlashKDA", "nemo_ms": "NeMo AutoModel"}
     rows = [row for row in data["rows"] if "+547" not in row["work"]]
     lines = [f"`benchmarks/kda.py` on one {data['gpu']}, {data['date']}; heads of 128, bfloat16, medians of 20:", ""]

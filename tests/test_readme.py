@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from readme_tree import README, ROOT, filled, replaced
+from readme_tree import README, ROOT, filled, newest_gpu_run, replaced
 
 from openk3 import recipes
 from openk3.commands.flags import Quickstart
@@ -86,6 +87,19 @@ def test_make_targets_of_the_page_exist() -> None:
 def test_tree_and_results_are_made_from_docstrings_and_measurements() -> None:
     """`make tree` would change nothing."""
     assert filled(TEXT) == TEXT
+
+
+def test_the_table_of_kernels_is_of_a_gpu(tmp_path: Path) -> None:
+    """Of the runs in the folder the last whole one on a GPU counts, whatever newer ones on a CPU or of some rows."""
+    runs = {"h200-2026-11-29": "NVIDIA H200", "a100-2026-11-30": "NVIDIA A100", "none-2026-12-01": "none (CPU)"}
+    for name, gpu in runs.items():
+        (tmp_path / f"kda-{name}.json").write_text(json.dumps({"gpu": gpu, "date": name[-10:]}))
+    (tmp_path / "kda_rows_decode-h200-2026-12-02.json").write_text('{"gpu": "NVIDIA H200", "date": "2026-12-02"}')
+    assert newest_gpu_run(tmp_path)["gpu"] == "NVIDIA A100"
+    for name in list(runs)[:2]:
+        (tmp_path / f"kda-{name}.json").unlink()
+    with pytest.raises(SystemExit, match="no kda-GPU-DATE.json of a GPU"):
+        newest_gpu_run(tmp_path)
 
 
 def test_figures_are_computed_ones() -> None:
