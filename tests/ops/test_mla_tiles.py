@@ -25,11 +25,17 @@ def bands(pairs: list[tuple[int, int]]) -> Bands:
 def test_query_tiles(pairs: list[tuple[int, int]], rows: int) -> None:
     """Each query once, with its sequence's first key and the keys before its own; longest first."""
     found = query_tiles(bands(pairs), rows, CPU).tolist()
-    seen = {start + i: (key, past + i) for start, count, key, past in found for i in range(count)}
-    want = {q0 + i: (k0, n_k - n_q + i) for q0, n_q, k0, n_k in bands(pairs).sequences() for i in range(n_q)}
-    assert seen == want and len(seen) == sum(count for _, count, _, _ in found)
-    assert all(0 < count <= rows for _, count, _, _ in found)
-    ends = [past + count for _, count, _, past in found]
+    lines = bands(pairs).lines()
+    seen = {start + i: (key, past + i, line + i) for start, count, key, past, line in found for i in range(count)}
+    want = {
+        q0 + i: (k0, n_k - n_q + i, line + i)
+        for (q0, n_q, k0, n_k), line in zip(bands(pairs).sequences(), lines)
+        for i in range(n_q)
+    }
+    assert seen == want and len(seen) == sum(tile[1] for tile in found)
+    assert all(0 < tile[1] <= rows for tile in found) and all(line % 4 == 0 for line in lines)
+    assert len({line for _, _, line in seen.values()}) == len(seen) and lines[-1] >= len(seen)
+    ends = [past + count for _, count, _, past, _ in found]
     assert ends == sorted(ends, reverse=True)
 
 
@@ -42,7 +48,7 @@ def test_score_tiles(pairs: list[tuple[int, int]], size: int) -> None:
     places: dict[tuple[int, int], tuple[int, int]] = {}
     for query, rows, m, key, n_k, first, seen, before, rounds, place in tiles.queries.tolist():
         for j in range(seen):
-            at, count, start, queries, sees, first_m, strip = keys[first + j]
+            at, count, start, queries, sees, first_m, strip, line = keys[first + j]
             assert at == key + j * size and count == min(size, n_k - j * size) and start == query - m * size
             late = max(0, j - before)
             found = place + j * rounds - late * (late + 1) // 2 + m
@@ -51,7 +57,7 @@ def test_score_tiles(pairs: list[tuple[int, int]], size: int) -> None:
             assert all(
                 sees + c <= m * size + i for i in range(rows) for c in range(count) if c == 0 and sees <= m * size
             )
-            assert queries >= m * size + rows
+            assert queries >= m * size + rows and line % 4 == 0
     visible = {
         (q0 + i, k0 + k)
         for q0, n_q, k0, n_k in bands(pairs).sequences()

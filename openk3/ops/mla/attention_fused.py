@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
             d_tensors[2] = shared.new_empty(shared.shape[0], o_THV.shape[1], shared.shape[1])
         views, out = (Views.of(job, tuple(group)) for group in (tensors, d_tensors))
         with on_device(o_THV):
-            narrow_THV, delta_HT = _deltas(o_THV, grads[0], log_HT, views.q.dtype)
+            narrow_THV, delta_HT = _deltas(o_THV, grads[0], job, views.q.dtype)
             _Backward(views, out, (narrow_THV, log_HT, delta_HT), job).run()
         if job.joint is not None:
             d_tensors[2] = d_tensors[2].sum(1, dtype=torch.float32).to(tensors[2].dtype)
@@ -61,10 +61,10 @@ class _Attention(torch.autograd.Function):
 
 
 def forward(views: Views, job: Job) -> tuple[Tensor, Tensor, Tensor]:
-    """(o [Tq, H, V], log2 of the sums of 2^scores [H, at least Tq], largest scaled scores [H])."""
+    """(o [Tq, H, V], log2 of the sums of 2^scores [H, T] in `Bands.lines`, largest scaled scores [H])."""
     (T, H, _), device = views.q.shape, views.q.device
     o_THV = torch.empty(T, H, views.widths.value, dtype=torch.float32, device=device)
-    log_HT = torch.empty(H, triton.cdiv(T, 4) * 4, dtype=torch.float32, device=device)  # rows the copy engine takes
+    log_HT = torch.empty(H, job.bands.lines()[-1], dtype=torch.float32, device=device)
     if T * H == 0:
         return o_THV, log_HT, torch.full((H,), float("-inf"), device=device)
     if attention_hopper.fits(views):
@@ -84,16 +84,17 @@ def forward(views: Views, job: Job) -> tuple[Tensor, Tensor, Tensor]:
     return o_THV, log_HT, peaks.amax(1) * job.scale
 
 
-def _deltas(o_THV: Tensor, d_o_THV: Tensor, log_HT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradient of the output in the products' format, and its product with the output [H, at least T]."""
-    T, H, V = o_THV.shape
+def _deltas(o_THV: Tensor, d_o_THV: Tensor, job: Job, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient of the output in the products' format, and its product with the output [H, T] in `Bands.lines`."""
+    (T, H, V), device = o_THV.shape, o_THV.device
     if d_o_THV.stride(-1) != 1:
         d_o_THV = d_o_THV.contiguous()
-    narrow_THV = torch.empty(T, H, V, dtype=dtype, device=o_THV.device)
-    delta_HT = torch.empty_like(log_HT)
+    narrow_THV = torch.empty(T, H, V, dtype=dtype, device=device)
+    delta_HT = torch.empty(H, job.bands.lines()[-1], dtype=torch.float32, device=device)
+    tiles = query_tiles(job.bands, 32, device)
     if T * H:
-        delta_kernel[(triton.cdiv(T, 32) * H,)](
-            *(o_THV, d_o_THV, narrow_THV, delta_HT, T, log_HT.stride(0), H),
+        delta_kernel[(len(tiles) * H,)](
+            *(o_THV, d_o_THV, narrow_THV, delta_HT, tiles, delta_HT.stride(0), H),
             STRIDES=d_o_THV.stride()[:2],
             V=V,
             PV=max(16, triton.next_power_of_2(V)),

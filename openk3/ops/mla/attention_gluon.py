@@ -151,7 +151,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    ring, bars, place, outputs, scale, T, heads, tile, tiles,
+    ring, bars, place, outputs, scale, heads, tile, tiles,
     V: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 query rows of one head."""
@@ -196,7 +196,7 @@ def _consume(
     channel = gl.arange(0, V, layout=gl.SliceLayout(0, wide))
     o_at = o_ptr + (start.to(gl.int64) * heads + head) * V + line[:, None] * (heads * V) + channel[None, :]
     gl.store(o_at, out * share[:, None], mask=(line < rows)[:, None])
-    gl.store(log_ptr + head.to(gl.int64) * T + start + row, peak * scale + gl.log2(total), mask=live)
+    gl.store(log_ptr + row, peak * scale + gl.log2(total), mask=live)
     if peak_ptr is not None:
         largest = gl.max(gl.where(live, peak, float("-inf")), 0)
         gl.store(peak_ptr + (head * tiles + tile) * 2 + GROUP, largest)
@@ -218,10 +218,11 @@ def attention_gluon(
     V: gl.constexpr = v_d.block_type.shape[1]
     tile = gl.program_id(0) % tiles
     head = gl.program_id(0) // tiles
-    start = gl.load(tile_ptr + tile * 4)
-    rows = gl.load(tile_ptr + tile * 4 + 1)
-    key = gl.load(tile_ptr + tile * 4 + 2)
-    past = gl.load(tile_ptr + tile * 4 + 3)
+    start = gl.load(tile_ptr + tile * 5)
+    rows = gl.load(tile_ptr + tile * 5 + 1)
+    key = gl.load(tile_ptr + tile * 5 + 2)
+    past = gl.load(tile_ptr + tile * 5 + 3)
+    line = gl.load(tile_ptr + tile * 5 + 4)
     blocks = (past + rows + BLOCK - 1) // BLOCK
     q_a_s = gl.allocate_shared_memory(io, [ROWS, A], q_a_d.layout)
     q_b_s = gl.allocate_shared_memory(io, [ROWS, B], q_b_d.layout)
@@ -247,11 +248,11 @@ def attention_gluon(
     ring = (q_a_s, q_b_s, k_a_s, k_b_s, v_s)
     bars = (q_full, k_full, k_empty, v_full, v_empty, turn)
     place = (start, key, head, blocks, past, rows)
-    outputs = (o_ptr, log_ptr, peak_ptr)
+    outputs = (o_ptr, log_ptr + head.to(gl.int64) * T + line, peak_ptr)
     gl.warp_specialize(
         [
-            (_consume, (ring, bars, place, outputs, scale, T, heads, tile, tiles, V, 0, TURNS)),
-            (_consume, (ring, bars, place, outputs, scale, T, heads, tile, tiles, V, 1, TURNS)),
+            (_consume, (ring, bars, place, outputs, scale, heads, tile, tiles, V, 0, TURNS)),
+            (_consume, (ring, bars, place, outputs, scale, heads, tile, tiles, V, 1, TURNS)),
             (_produce, (descriptors, ring, bars, place, COLUMNS)),
         ],
         [4, 1],

@@ -51,7 +51,7 @@ def _bring_scores(descriptors, buffers, bars, place, COLUMNS: gl.constexpr, STEP
     q_a_d, q_b_d, k_a_d, k_b_d, v_d, o_d, log_d, delta_d, tile_d = descriptors
     q_a_s, q_b_s, k_a_s, k_b_s, v_s, o_s, log_s, delta_s, tile_s = buffers
     k_full, q_full, q_empty, o_full, o_empty = bars
-    key, start, head, begin, end, diagonal, last, sees, queries, tile = place
+    key, start, line, head, begin, end, diagonal, last, sees, queries, tile = place
     SIZE: gl.constexpr = k_a_s.shape[0]
     A: gl.constexpr = k_a_s.shape[1]
     B: gl.constexpr = k_b_s.shape[1]
@@ -63,20 +63,21 @@ def _bring_scores(descriptors, buffers, bars, place, COLUMNS: gl.constexpr, STEP
     tma.async_copy_global_to_shared(k_b_d, [key, head * COLUMNS[2]], k_full, k_b_s)
     tma.async_copy_global_to_shared(v_d, [key, head * COLUMNS[3]], k_full, v_s)
     for step in range((end - begin) // STEP):
-        row = start + _query_of(step, begin, end, diagonal, last, STEP)
+        query = _query_of(step, begin, end, diagonal, last, STEP)
+        row = start + query
         stage = step % Q_STAGES
         bar = q_full.index(stage)
         mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
         mbarrier.expect(bar, 2 * STEP * (A + B) + 4 * STEP)
         tma.async_copy_global_to_shared(q_a_d, [row, head * COLUMNS[0]], bar, q_a_s.index(stage))
         tma.async_copy_global_to_shared(q_b_d, [row, head * COLUMNS[0]], bar, q_b_s.index(stage))
-        tma.async_copy_global_to_shared(log_d, [head, row], bar, log_s.index(stage))
+        tma.async_copy_global_to_shared(log_d, [head, line + query], bar, log_s.index(stage))
         stage = step % O_STAGES
         bar = o_full.index(stage)
         mbarrier.wait(o_empty.index(stage), ((step // O_STAGES) & 1) ^ 1)
         mbarrier.expect(bar, 2 * STEP * V + 4 * STEP)
         tma.async_copy_global_to_shared(o_d, [row, head * V], bar, o_s.index(stage))
-        tma.async_copy_global_to_shared(delta_d, [head, row], bar, delta_s.index(stage))
+        tma.async_copy_global_to_shared(delta_d, [head, line + query], bar, delta_s.index(stage))
 
 
 @gluon.jit
@@ -85,7 +86,7 @@ def _score_step(d_v, descriptors, buffers, bars, place, step, scale, zero, GROUP
     tile_d = descriptors[8]
     q_a_s, q_b_s, k_a_s, k_b_s, v_s, o_s, log_s, delta_s, tile_s = buffers
     k_full, q_full, q_empty, o_full, o_empty = bars
-    key, start, head, begin, end, diagonal, last, sees, queries, tile = place
+    key, start, line, head, begin, end, diagonal, last, sees, queries, tile = place
     SIZE: gl.constexpr = k_a_s.shape[0]
     STEP: gl.constexpr = q_a_s.shape[1]
     Q_STAGES: gl.constexpr = q_a_s.shape[0]
@@ -116,6 +117,8 @@ def _score_step(d_v, descriptors, buffers, bars, place, step, scale, zero, GROUP
     d_v = warpgroup_mma(narrow, o_s.index(o_stage), d_v, is_async=True)
     d_probs = warpgroup_mma_wait(1, (d_probs,))
     delta = delta_s.index(o_stage).reshape([STEP]).load(gl.SliceLayout(0, layout))
+    if MASKED:  # behind the last query it may be anything
+        delta = gl.where(first + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)) < queries, delta, 0.0)
     d_scores = (probs * (d_probs - delta[None, :])).to(gl.bfloat16)
     tma.store_wait(0)
     mine = tile_s.index(GROUP)
@@ -133,7 +136,7 @@ def _consume_scores(descriptors, buffers, bars, place, d_v_ptr, keys, scale, D_V
     """A warpgroup: 64 keys of one head."""
     q_a_s, q_b_s, k_a_s, k_b_s, v_s, o_s, log_s, delta_s, tile_s = buffers
     k_full, q_full, q_empty, o_full, o_empty = bars
-    key, start, head, begin, end, diagonal, last, sees, queries, tile = place
+    key, start, line, head, begin, end, diagonal, last, sees, queries, tile = place
     STEP: gl.constexpr = q_a_s.shape[1]
     V: gl.constexpr = v_s.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -172,7 +175,7 @@ def score_gradient_gluon(
     V: gl.constexpr = v_d.block_type.shape[1]
     part = gl.program_id(0) // count
     head = head_low + part
-    entry = key_ptr + gl.load(order_ptr + gl.program_id(0) % count) * 7
+    entry = key_ptr + gl.load(order_ptr + gl.program_id(0) % count) * 8
     key = gl.load(entry)
     keys = gl.load(entry + 1)
     start = gl.load(entry + 2)
@@ -180,6 +183,7 @@ def score_gradient_gluon(
     sees = gl.load(entry + 4)
     first = gl.load(entry + 5)
     tile = part * each + gl.load(entry + 6) - strip_low - first
+    line = gl.load(entry + 7)
     begin = first * SIZE
     end = gl.maximum((queries + SIZE - 1) // SIZE * SIZE, begin)
     # From query sees + SIZE - 1 on, all keys are seen; where tiles end behind the last query, a mask is needed as well.
@@ -210,7 +214,7 @@ def score_gradient_gluon(
     descriptors = (q_a_d, q_b_d, k_a_d, k_b_d, v_d, o_d, log_d, delta_d, tile_d)
     buffers = (q_a_s, q_b_s, k_a_s, k_b_s, v_s, o_s, log_s, delta_s, tile_s)
     bars = (k_full, q_full, q_empty, o_full, o_empty)
-    place = (key, start, head, begin, end, diagonal, last, sees, queries, tile)
+    place = (key, start, line, head, begin, end, diagonal, last, sees, queries, tile)
     gl.warp_specialize(
         [
             (_consume_scores, (descriptors, buffers, bars, place, d_v_ptr, keys, scale, D_V, 0)),
@@ -318,7 +322,7 @@ def product_gradient_gluon(
         source = gl.load(entry + 3)
         before = gl.load(entry + 7)
     else:
-        entry = table_ptr + gl.load(order_ptr + gl.program_id(0) % count) * 7
+        entry = table_ptr + gl.load(order_ptr + gl.program_id(0) % count) * 8
         first = gl.load(entry + 5)
         tile = part * each + gl.load(entry + 6) - first - strip_low
         rounds = (gl.load(entry + 3) + SIZE - 1) // SIZE

@@ -43,26 +43,30 @@ def _write_rows(pointer, row, live, values, stride, width: tl.constexpr, padded:
     tl.store(at, values.to(pointer.dtype.element_ty), mask=live[:, None] & (channel < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "row", "H"])
+@triton.jit(do_not_specialize=["T", "H"], do_not_specialize_on_alignment=["tile_ptr"])
 def delta_kernel(
-    o_ptr, d_o_ptr, narrow_ptr, delta_ptr, T, row, H,
+    o_ptr, d_o_ptr, narrow_ptr, delta_ptr, tile_ptr, T, H,
     STRIDES: tl.constexpr, V: tl.constexpr, PV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a head: d_o in the products' format, and its product with o, summed over channels [H, row]."""
-    head, token = tl.program_id(0) % H, tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
-    live = token < T
+    """A tile of queries of a head: d_o in the products' format, and its product with o, summed over channels [H, T]."""
+    head, tile = tl.program_id(0) % H, tile_ptr + tl.program_id(0) // H * 5
+    side = tl.arange(0, ROWS)
+    live = side < tl.load(tile + 1)
+    token = tl.load(tile) + side
     d_o = _rows(d_o_ptr + head.to(tl.int64) * STRIDES[1], token, live, STRIDES[0], 0, V, PV)
     narrow = d_o.to(narrow_ptr.dtype.element_ty)
     at = (token.to(tl.int64) * H + head)[:, None] * V + tl.arange(0, PV)[None, :]
     mask = live[:, None] & (tl.arange(0, PV) < V)[None, :]
     o = tl.load(o_ptr + at, mask=mask, other=0.0)
     tl.store(narrow_ptr + at, narrow, mask=mask)
-    tl.store(delta_ptr + head.to(tl.int64) * row + token, tl.sum(o * narrow.to(tl.float32), 1), mask=live)
+    tl.store(
+        delta_ptr + head.to(tl.int64) * T + tl.load(tile + 4) + side, tl.sum(o * narrow.to(tl.float32), 1), mask=live
+    )
 
 
 @triton.jit
 def _score_tiles(
-    d_v, key_rows, q_ptr, d_o_ptr, log_ptr, delta_ptr, tile_ptr, start, queries, sees, first, last, scale, H,
+    d_v, key_rows, q_ptr, d_o_ptr, log_ptr, delta_ptr, tile_ptr, start, line, queries, sees, first, last, scale, H,
     q_stride: tl.constexpr, WIDTHS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +84,8 @@ def _score_tiles(
         if WIDTHS[4] > 0:
             q_b = _rows(q_ptr, row, live, q_stride, WIDTHS[0], WIDTHS[1], WIDTHS[4])
             scores = tl.dot(k_b, tl.trans(q_b), scores, input_precision=PRECISION)
-        log = tl.load(log_ptr + row, mask=live, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=live, other=0.0)
+        log = tl.load(log_ptr + line + query, mask=live, other=float("inf"))
+        delta = tl.load(delta_ptr + line + query, mask=live, other=0.0)
         probs = tl.exp2(scores * scale - log[None, :])
         if MASKED:
             probs = tl.where(query[None, :] >= sees + side[:, None], probs, 0.0)
@@ -113,9 +117,9 @@ def score_gradient_kernel(
     WIDTHS: tl.constexpr = (A, B, V, PA, PB, PV)
     part = tl.program_id(0) // count
     head = (head_low + part).to(tl.int64)
-    entry = key_ptr + tl.load(order_ptr + tl.program_id(0) % count) * 7
+    entry = key_ptr + tl.load(order_ptr + tl.program_id(0) % count) * 8
     key, keys, start, queries = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    sees, first, place = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+    sees, first, place, line = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     side = tl.arange(0, SIZE)
     row, live = key + side, side < keys
     k_a = _rows(k_a_ptr + head * STRIDES[3], row, live, STRIDES[2], 0, A, PA)
@@ -131,11 +135,11 @@ def score_gradient_kernel(
     whole = tl.minimum(tl.maximum(begin, tl.cdiv(tl.maximum(sees, 0) + SIZE - 1, STEP) * STEP), end)
     d_v = tl.zeros([SIZE, PV], tl.float32)
     d_v = _score_tiles(
-        d_v, (k_a, k_b, v), heads[0], heads[1], heads[2], heads[3], tile_ptr, start, queries, sees, begin, whole,
+        d_v, (k_a, k_b, v), heads[0], heads[1], heads[2], heads[3], tile_ptr, start, line, queries, sees, begin, whole,
         scale, H, STRIDES[0], WIDTHS, SIZE, STEP, True, PRECISION,
     )  # fmt: skip
     d_v = _score_tiles(
-        d_v, (k_a, k_b, v), heads[0], heads[1], heads[2], heads[3], tile_ptr, start, queries, sees, whole, end,
+        d_v, (k_a, k_b, v), heads[0], heads[1], heads[2], heads[3], tile_ptr, start, line, queries, sees, whole, end,
         scale, H, STRIDES[0], WIDTHS, SIZE, STEP, False, PRECISION,
     )  # fmt: skip
     _write_rows(d_v_ptr + head * D_STRIDES[5], row, live, d_v, D_STRIDES[4], V, PV)
@@ -153,7 +157,7 @@ def key_gradient_kernel(
     """One tile of keys of one head: both parts of the gradient, from the strip of its score gradients."""
     part = tl.program_id(0) // count
     head = (head_low + part).to(tl.int64)
-    entry = key_ptr + tl.load(order_ptr + tl.program_id(0) % count) * 7
+    entry = key_ptr + tl.load(order_ptr + tl.program_id(0) % count) * 8
     key, keys, start, queries = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     first, place = tl.load(entry + 5), tl.load(entry + 6)
     side = tl.arange(0, SIZE)
@@ -232,8 +236,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     names = ("q", "k_a", "k_b", "v", "d_o", "d_v", "d_scores", "d_k_a", "d_k_b", "d_q", "narrow")
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
     given |= {f"{name}_ptr": "*fp32" for name in ("o", "log", "delta", "sum")}
-    given |= {f"{name}_ptr": "*i32:1" for name in ("key", "query", "order")} | {"scale": "fp32"}
-    given |= dict.fromkeys(("T", "row", "H", "count", "each", "strip_low", "tile_low", "tile_high", "head_low"), "i32")
+    given |= {f"{name}_ptr": "*i32:1" for name in ("key", "query", "order", "tile")} | {"scale": "fp32"}
+    given |= dict.fromkeys(("T", "H", "count", "each", "strip_low", "tile_low", "tile_high", "head_low"), "i32")
     given |= {"STRIDES": (96 * 192, 192, 96 * 256, 256, 576, 0, 96 * 256, 256), "PRECISION": "tf32x3"}
     given |= {"D_STRIDES": (96 * 256, 256, 96 * 64, 64, 96 * 256, 256)} | widths.constants()
     ends = [(True, True), (True, False), (False, False), (False, True)]

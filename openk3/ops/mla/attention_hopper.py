@@ -43,7 +43,7 @@ def forward(views: Views, job: Job, o_THV: Tensor, log_HT: Tensor) -> Tensor:
 
 
 def scores(views: Views, out: Views, rows: tuple[Tensor, Tensor, Tensor], scale: float, portion: Portion) -> None:
-    """As `score_gradient_kernel`; rows: gradient of the output, sums of the forward pass, delta."""
+    """As `score_gradient_kernel`; rows: gradient of the output, sums of the forward pass, delta (in `Bands.lines`)."""
     from openk3.ops.mla import attention_gradient_gluon as kernels
 
     options = kernels.settings()["scores"]

@@ -113,15 +113,17 @@ def attention_kernel(
 ):  # fmt: skip
     """One tile of one head: o [., H, V], log2 of the sum of 2^scores [H, T], and the tile's largest q k [H, tiles].
 
-    `scale` is that of the scores times log2 e, and positive. Tiles: first query, queries, first key, keys before the
-    first query's own. STRIDES: from token to token and from head to head of q, both key parts and v.
+    `scale` is that of the scores times log2 e, and positive. Rows of sums are T apart. Tiles: first query, queries,
+    first key, keys before the first query's own, place in rows of sums. STRIDES: from token to token and from head to
+    head of q, both key parts and v.
     """
     WIDTHS: tl.constexpr = (A, B, V, PA, PB, PV)
     strides: tl.constexpr = (STRIDES[2], STRIDES[4], STRIDES[6])
     tile, head = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     heads = tl.num_programs(0) // tiles
-    start, rows = tl.load(tile_ptr + tile * 4), tl.load(tile_ptr + tile * 4 + 1)
-    key, past = tl.load(tile_ptr + tile * 4 + 2).to(tl.int64), tl.load(tile_ptr + tile * 4 + 3)
+    tile_at = tile_ptr + tile * 5
+    start, rows, key = tl.load(tile_at), tl.load(tile_at + 1), tl.load(tile_at + 2).to(tl.int64)
+    past, line = tl.load(tile_at + 3), tl.load(tile_at + 4)
     row, column, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, PV)
     live = row < rows
     q_at = q_ptr + start.to(tl.int64) * STRIDES[0] + head * STRIDES[1]
@@ -150,7 +152,7 @@ def attention_kernel(
     out = tl.dot(narrow, v, out, input_precision=PRECISION)
     o_at = o_ptr + (start.to(tl.int64) * heads + head) * V + row[:, None] * (heads * V) + channel[None, :]
     tl.store(o_at, out * (1.0 / total)[:, None], mask=live[:, None] & (channel < V)[None, :])
-    tl.store(log_ptr + head * T + start + row, peak * scale + tl.log2(total), mask=live)
+    tl.store(log_ptr + head * T + line + row, peak * scale + tl.log2(total), mask=live)
     if peak_ptr is not None:
         tl.store(peak_ptr + head * tiles + tile, tl.max(tl.where(live, peak, float("-inf")), 0))
 

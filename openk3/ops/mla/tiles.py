@@ -27,6 +27,13 @@ class Bands:
         starts = zip(self.queries, self.queries[1:], self.keys, self.keys[1:])
         return [(q0, q1 - q0, k0, k1 - k0) for q0, q1, k0, k1 in starts]
 
+    def lines(self) -> Bounds:
+        """Where numbers of each sequence's queries begin in a row of float32, and the length of a row.
+
+        Every sequence begins at 16 bytes, as the copy engine wants it.
+        """
+        return tuple(accumulate((-(-(b - a) // 4) * 4 for a, b in zip(self.queries, self.queries[1:])), initial=0))
+
 
 class Slab(NamedTuple):
     """Heads, and key tiles in the order of their sequences, whose gradients of scores exist at the same time."""
@@ -37,15 +44,16 @@ class Slab(NamedTuple):
 
 @lru_cache(maxsize=16)
 def query_tiles(bands: Bands, rows: int, device: torch.device) -> Tensor:
-    """int32 [tiles, 4]: first query, number of queries, first key of the sequence, keys before the first query's own.
+    """int32 [tiles, 5]: first query, number of queries, first key of the sequence, keys before the first query's own,
+    and the first query's place in rows of `Bands.lines`.
 
     Tiles that see most keys come first, so that no long one starts last.
     """
-    found = []
-    for q0, n_q, k0, n_k in bands.sequences():
-        found += [(q0 + i, min(rows, n_q - i), k0, n_k - n_q + i) for i in range(0, n_q, rows)]
+    found: list[tuple[int, ...]] = []
+    for (q0, n_q, k0, n_k), line in zip(bands.sequences(), bands.lines()):
+        found += [(q0 + i, min(rows, n_q - i), k0, n_k - n_q + i, line + i) for i in range(0, n_q, rows)]
     found.sort(key=lambda tile: -(tile[3] + tile[1]))
-    return _table(found, 4, device)
+    return _table(found, 5, device)
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,13 @@ class GradientTiles:
     """Square tiles of scores as the backward pass cuts them; built by `gradient_tiles` and never changed.
 
     A key tile has a strip of score tiles, one for each tile of queries that sees any of its keys, and strips lie one
-    after the other. Tables are int32. keys [X, 7]: first key, number of keys, first query of the sequence, its queries,
-    the first one that sees the tile's first key (may be negative), number of its first query tile, and place of the
-    strip. queries [Y, 10]: first query, number of queries, number m of the tile in its sequence; first key of the
-    sequence, its keys, its first key tile, how many of those the queries see; then how many key tiles lie wholly or in
-    part before the first query's own key (e), how many query tiles there are (M), and the place p of the first strip:
-    the score tile of key tile j is p + j M - t (t + 1) / 2 + m, t = max(0, j - e).
+    after the other. Tables are int32. keys [X, 8]: first key, number of keys, first query of the sequence, its queries,
+    the first one that sees the tile's first key (may be negative), number of its first query tile, place of the strip,
+    and that of the sequence's first query in rows of `Bands.lines`. queries [Y, 10]: first query, number of queries,
+    number m of the tile in its sequence; first key of the sequence, its keys, its first key tile, how many of those
+    the queries see; then how many key tiles lie wholly or in part before the first query's own key (e), how many query
+    tiles there are (M), and the place p of the first strip: the score tile of key tile j is
+    p + j M - t (t + 1) / 2 + m, t = max(0, j - e).
     """
 
     size: int
@@ -126,15 +135,17 @@ class Portion:
 def gradient_tiles(bands: Bands, size: int, device: torch.device) -> GradientTiles:
     """Tiles of `size` keys and queries; every key has a tile, seen or not."""
     keys: list[tuple[int, ...]] = []
+    lines: list[int] = []
     queries: list[tuple[int, ...]] = []
     counts: list[int] = []
-    for q0, n_q, k0, n_k in bands.sequences():
+    for (q0, n_q, k0, n_k), line in zip(bands.sequences(), bands.lines()):
         first_tile, last_tile, place = len(keys), -(-n_q // size), sum(counts)
         for k in range(0, n_k, size):
             sees = k - (n_k - n_q)
             first = max(0, sees) // size
             keys.append((k0 + k, min(size, n_k - k), q0, n_q, sees, first))
             counts.append(max(0, last_tile - first))
+            lines.append(line)
         for i in range(0, n_q, size):
             rows = min(size, n_q - i)
             seen = (n_k - n_q + i + rows - 1) // size + 1
@@ -142,8 +153,8 @@ def gradient_tiles(bands: Bands, size: int, device: torch.device) -> GradientTil
             queries.append((q0 + i, rows, i // size, k0, n_k, first_tile, seen, *places))
     strips = tuple(accumulate(counts, initial=0))
     queries.sort(key=lambda tile: -tile[6])
-    placed: list[tuple[int, ...]] = [(*tile, place) for tile, place in zip(keys, strips)]
-    return GradientTiles(size, _table(placed, 7, device), _table(queries, 10, device), strips)
+    placed: list[tuple[int, ...]] = [(*tile, *rest) for tile, *rest in zip(keys, strips, lines)]
+    return GradientTiles(size, _table(placed, 8, device), _table(queries, 10, device), strips)
 
 
 @lru_cache(maxsize=64)
