@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 P = ParamSpec("P")
 R = TypeVar("R")
 
+L2_EPS = 1e-6  # of the L2 norm of queries and keys, inside the root; kernels take it from here
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32, or in float64 where it already is (any shape)."""
@@ -52,7 +54,7 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return _GatedRmsNorm.apply(o, gate, weight, eps)
 
 
-def l2_norm(x: Tensor, eps: float = 1e-6, *, scale: float = 1.0) -> Tensor:
+def l2_norm(x: Tensor, eps: float = L2_EPS, *, scale: float = 1.0) -> Tensor:
     """scale * x / sqrt(sum x^2 + eps) over the last dimension, in at least float32 (eps inside the root)."""
     return _L2Norm.apply(x, eps, scale)
 

@@ -169,6 +169,19 @@ def test_recurrence_only() -> None:
     assert set(different(pool, before)) == set(slots[slots >= 0].tolist())
 
 
+def test_rows_that_are_nearly_zero() -> None:
+    """Rows of q and k of norm 1e-3 weigh as much as what is added inside the root: from no state S = k (beta v)^T."""
+    draw = Draw(12)
+    pool, slots, weights = draw.pool(20), draw.slots(16, 20), draw.weights()
+    pool.state_SHKV.zero_()
+    tokens = [draw.normal(16, 12, K) for _ in range(4)] + [draw.normal(16, 12)]
+    q, k = (x / x.float().norm(dim=2, keepdim=True).to(x.dtype) * 1e-3 for x in tokens[:2])
+    step_kda_in_place(q, k, *tokens[2:], gate=weights.gate, state_SHKV=pool.state_SHKV, slot_N=slots)
+    unit = k.double() / (k.double().square().sum(2, keepdim=True) + 1e-6).sqrt()
+    want = unit[..., None] * (tokens[4].double().sigmoid()[..., None] * tokens[2]).unsqueeze(2)
+    assert errors({"state": pool.state_SHKV[slots.long()]}, {"state": want})["state"] < 1e-6
+
+
 def test_verify_is_stepping_and_writes_nothing() -> None:
     """Drafts of unequal number give the bits of steps one by one; states and windows stay."""
     draw, lengths = Draw(12), [3, 0, 5, 1, 2, 4]

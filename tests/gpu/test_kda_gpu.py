@@ -295,3 +295,14 @@ def test_no_bounds_and_no_gradient(gpu: torch.device) -> None:
         o, final = fused_kda(q, k, v, z, beta, KdaGate(A_log, dt_bias))
         again = fused_kda(q, k, v, z, beta, KdaGate(A_log, dt_bias), cu_seqlens=cu_seqlens([700]))  # bounds on the CPU
     assert same_bits({"o": o, "final": final}, want) == [] and torch.equal(again[0], o)
+
+
+def test_rows_that_are_nearly_zero(gpu: torch.device, measured: Measured) -> None:
+    """Rows of q and k of norm 1e-3 weigh as much as what is added inside the root: tenfold of it would be seen."""
+    case = Case((1000,), H=12, seed=5)
+    values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+    for name in ("q", "k"):
+        values[name] = values[name] / values[name].float().norm(dim=2, keepdim=True).to(case.dtype) * 1e-3
+    found = errors(everything(fused_kda, values, case, grads), exact(case, values, grads))
+    measured.append(("ours", f"{case} nearly zero", found))
+    assert {name: error for name, error in found.items() if error > 2 * case.limits[name]} == {}, found

@@ -180,6 +180,45 @@ def test_decode_against_float64(backend: str, K: int, V: int, W: int, bound: flo
         torch.testing.assert_close(mine.double(), right, rtol=0, atol=2e-5, equal_nan=True)
 
 
+def unit(x: Tensor) -> Tensor:
+    """Rows by their length in float64, with what belongs inside the root."""
+    return x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def test_rows_that_are_nearly_zero(backend: str) -> None:
+    """Rows of q and k of norm 1e-3, given or made by the convolution, weigh as much as what is added inside the root.
+
+    From states of zero a step gives o = (q k) beta v and S = k (beta v)^T.
+    """
+    draw, slots = Draw(torch.float32), torch.tensor([1, 0])
+    weights, pool, tokens, gate = draw.weights(), draw.pool(2), draw.tokens(2), draw.gate(2)
+    for x in pool.tensors():
+        x.zero_()
+    q, k, v, logit = (x.unflatten(-1, (2, -1)) for x in tokens.tensors()[:4])
+    q, k = (x / x.norm(dim=2, keepdim=True) * 1e-3 for x in (q, k))
+    write = tokens.beta_logit_TH.double().sigmoid()[..., None]
+    states = pool.state_SHKV.clone()
+    step = (q, k, v, logit, tokens.beta_logit_TH)
+    o = step_kda_in_place(*step, gate=weights.gate, state_SHKV=states, slot_N=slots)
+    want = (unit(q) * unit(k)).sum(2, keepdim=True) * 16**-0.5 * write * v
+    assert (o - want).norm() < 1e-5 * want.norm()
+    want = unit(k)[..., None] * (write * v).unsqueeze(2)
+    assert (states[[1, 0]] - want).norm() < 1e-5 * want.norm()
+
+    tap = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    filters = [tap.expand_as(w).contiguous() for w in weights.convolutions()]
+    weights = DecodeWeights(*filters, weights.gate, torch.ones(32), 1.0)
+    tokens = Projected(2 * q.flatten(1), 2 * k.flatten(1), *tokens.tensors()[2:])
+    q, k, v = (torch.nn.functional.silu(x.double()) for x in (2 * q, 2 * k, v))
+    o = (unit(q) * unit(k)).sum(2, keepdim=True) * 16**-0.5 * write * v
+    want = (o / (o.square().mean(2, keepdim=True) + 1).sqrt()).flatten(1) * gate.double().sigmoid()
+    drafts = verify_kda(tokens, gate, weights, pool, slots, cu_seqlens=torch.tensor([0, 1, 2]))
+    assert (drafts - want).norm() < 1e-5 * want.norm()
+    assert (decode_kda(tokens, gate, weights, pool, slots) - want).norm() < 1e-5 * want.norm()
+    want = unit(k)[..., None] * (write * v).unsqueeze(2)
+    assert (pool.state_SHKV[[1, 0]] - want).norm() < 1e-5 * want.norm()
+
+
 def test_formats(backend: str) -> None:
     """bfloat16 tokens and states are rounded once, when they are stored; rows may be strided."""
     draw = Draw(torch.bfloat16, seed=5)

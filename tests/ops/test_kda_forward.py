@@ -61,6 +61,20 @@ def test_prepare(chunk: int, keys: str) -> None:
     assert all(off(getattr(got, name), getattr(want, name)) < 3e-6 for name in FIELDS)
 
 
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_prepare_of_rows_that_are_nearly_zero(chunk: int) -> None:
+    """Rows of q and k of norm 1e-3 weigh as much as what is added inside the root, and zero rows give zero."""
+    inputs = kda_inputs([40], H=2, K=16)
+    for name in ("q", "k"):
+        inputs[name] = inputs[name] / inputs[name].norm(dim=2, keepdim=True) * 1e-3
+        inputs[name][5] = 0
+    inputs = {name: x.float().double() for name, x in inputs.items()}
+    (q, k, _, logit, beta), gate, _ = float32(inputs)
+    got = prepare(q, k, logit, beta, gate, span=tile_table((0, 40), q.device, chunk=chunk).sequences())
+    want = exact_prepare(tile_rows(inputs, Cut.of([40], chunk)))
+    assert all(off(getattr(got, name), getattr(want, name)) < 3e-6 for name in FIELDS)
+
+
 def test_prepare_rounds_with_care() -> None:
     """In bfloat16: what rounding takes from an entry of the inverse, the next one has; kr keeps apart what it loses."""
     inputs = kda_inputs([64], H=2, K=16)

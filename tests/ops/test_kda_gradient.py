@@ -51,6 +51,16 @@ def test_equals_formulas(chunk: int, dtype: torch.dtype, tolerance: float) -> No
         assert (got[name] - expected).norm() < tolerance * expected.norm(), name
 
 
+def test_rows_that_are_nearly_zero() -> None:
+    """Rows of q and k of norm 1e-3 weigh as much as what is added inside the root."""
+    inputs = kda_inputs([40], H=2, K=16, V=16)
+    for name in ("q", "k"):
+        inputs[name] = inputs[name] / inputs[name].norm(dim=2, keepdim=True) * 1e-3
+    got, want = both(inputs, [40], torch.float32)
+    for name, expected in want.items():
+        assert (got[name] - expected).norm() < 5e-6 * expected.norm(), name
+
+
 @pytest.mark.parametrize("size", [1e-25, 1e-8, 1e8])
 @pytest.mark.parametrize("logit", [-1e4, 7.0])
 def test_gradients_of_any_size(logit: float, size: float) -> None:

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from openk3.ops.kda.decode_kernel import EPS
+
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -116,7 +118,7 @@ def _convolve(taps, filters):
 def _vectors(x, logit, slope, bias, row, BOUND: gl.constexpr):
     """[4, K] float32: q and k normalised, v, and in the fourth row the factors exp(kda_gate(logit))."""
     K: gl.constexpr = x.shape[1]
-    inverse = gl.rsqrt(gl.expand_dims(gl.sum(x * x, 1), 1) + 1e-6)
+    inverse = gl.rsqrt(gl.expand_dims(gl.sum(x * x, 1), 1) + EPS)
     scale = gl.where(row == 0, inverse * K**-0.5, gl.where(row == 1, inverse, 1.0))
     z = logit.to(gl.float32) + bias
     if BOUND is None:
@@ -460,8 +462,7 @@ def draft_kernel(
         vectors = gl.allocate_shared_memory(gl.float32, [BLOCK, 4, K], PLAIN)
         shared = (vectors, gl.allocate_shared_memory(gl.float32, [BLOCK, 1, V], PLAIN))
         if REPLAY:
-            count = gl.load(accepted_ptr + n).to(gl.int64)
-            count = gl.minimum(count, depth) if KEPT else gl.minimum(count, length)
+            count = gl.minimum(gl.load(accepted_ptr + n).to(gl.int64), depth if KEPT else length)
             first = slot * depth if KEPT else begin
             state, taps = _tokens(
                 *(state, taps, filters, old, old_strides, first, count, slope, bias, shared),
@@ -493,8 +494,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]
     kernels = {"step_kernel": step_kernel, "decode_kernel": decode_kernel, "draft_kernel": draft_kernel}
     cases = []
     for twin, arguments, _ in twins.compile_cases(arch):
-        name = twin.__name__
-        others = {*twins.sizes(name, 128, 128, 4)[0], "spare_ptr"}
+        others = {*twins.sizes(twin.__name__, 128, 128, 4)[0], "spare_ptr"}
         kept = {key: value for key, value in arguments.items() if key not in others}
-        cases.append((kernels[name], kept | sizes(name, 128, 128, 4)[0], OPTIONS))
+        cases.append((kernels[twin.__name__], kept | sizes(twin.__name__, 128, 128, 4)[0], OPTIONS))
     return cases

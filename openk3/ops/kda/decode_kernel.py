@@ -10,6 +10,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from openk3.ops.norm import L2_EPS
+
+EPS = tl.constexpr(L2_EPS)
+
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -50,7 +54,7 @@ def _convolve(taps, weight_ptr, channel, W: tl.constexpr):
 @triton.jit
 def _normalise(x, SCALE: tl.constexpr):
     """SCALE * x / |x|."""
-    return x * (tl.rsqrt(tl.sum(x * x, 0) + 1e-6) * SCALE)
+    return x * (tl.rsqrt(tl.sum(x * x, 0) + EPS) * SCALE)
 
 
 @triton.jit

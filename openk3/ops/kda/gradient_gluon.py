@@ -25,6 +25,9 @@ from openk3.ops.kda.gluon_launch import block_type, launch, matrix
 from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
+from openk3.ops.norm import L2_EPS
+
+_EPS = gl.constexpr(L2_EPS)
 
 
 def tile_gradients(
@@ -152,7 +155,7 @@ def _norms(buffer, layout: gl.constexpr):
     """What normalises each row, in shared memory."""
     x = buffer.load(layout).to(gl.float32)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [buffer.shape[0]], line, gl.rsqrt(gl.sum(x * x, 1) + 1e-6))
+    return gl.allocate_shared_memory(gl.float32, [buffer.shape[0]], line, gl.rsqrt(gl.sum(x * x, 1) + _EPS))
 
 
 @gluon.jit

@@ -12,6 +12,9 @@ from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
+from openk3.ops.norm import L2_EPS
+
+_EPS = tl.constexpr(L2_EPS)
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def gradient_kernel(
     total = _sums(gate, upper, 3) - middle[:, None]
     half = tl.exp2(middle)
     k = _columns(k_at, tokens, live)
-    k_norm = tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    k_norm = tl.rsqrt(tl.sum(k * k, 0) + _EPS)
     # Gradients of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay
     # up to the one and takes from that up to the other cancels exactly where it should.
     row_ki = k * k_norm[None, :] * tl.exp2(-total)
@@ -244,7 +247,7 @@ def gradient_kernel(
     d_k = d_kd * tl.exp2(total)
     d_qd = tl.dot(ki, tl.trans(d_mqk), d_qd * shrink * half[:, None], input_precision=precision)
     q = _columns(q_at, tokens, live)
-    q_norm = tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+    q_norm = tl.rsqrt(tl.sum(q * q, 0) + _EPS)
     qd = (q * q_norm[None, :] * (tl.exp2(total) * scale)).to(io)
     d_log += d_qd * qd.to(tl.float32)
     d_ki = tl.dot(kd, d_keys, d_kr, input_precision=precision)

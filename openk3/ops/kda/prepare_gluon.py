@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openk3.ops.kda import gluon_launch
+from openk3.ops.norm import L2_EPS
 
 SLOTS = 4  # tiles and heads of a block: one for each of its warps
 BLOCKS = 3  # on a multiprocessor at a time
@@ -47,6 +48,7 @@ def settings() -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": 168}
 
 
+_EPS = gl.constexpr(L2_EPS)
 _LOG2E = gl.constexpr(1.4426950408889634)
 # Tensor cores cut float32 to 11 bits. log2(1 + 2^-12 / ln 2) more in an exponent makes that unbiased.
 _CENTRE = gl.constexpr(5.0805e-4)
@@ -124,7 +126,7 @@ def _norm(x, zero):
     x0, x1, x2, x3 = x
     total = zero[:, None] + x0.to(gl.float32) * x0.to(gl.float32) + x1.to(gl.float32) * x1.to(gl.float32)
     total += x2.to(gl.float32) * x2.to(gl.float32) + x3.to(gl.float32) * x3.to(gl.float32)
-    return _rsqrt(gl.sum(total, 1) + 1e-6)[:, None]
+    return _rsqrt(gl.sum(total, 1) + _EPS)[:, None]
 
 
 @gluon.jit

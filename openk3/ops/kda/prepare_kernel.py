@@ -19,8 +19,8 @@ from torch import Tensor
 from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
+from openk3.ops.norm import L2_EPS
 
-_EPS = 1e-6  # of the L2 norms, inside the root
 _LOG2E = math.log2(math.e)
 
 
@@ -108,6 +108,7 @@ def settings() -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 1}
 
 
+_EPS = tl.constexpr(L2_EPS)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -207,8 +208,8 @@ def prepare_kernel(
     _, earlier = tl.associative_scan((group, tl.zeros_like(group)), 0, _add_earlier)
     total = tl.cumsum(gate, 0) + (earlier - middle)[None, :, :]
 
-    k *= tl.rsqrt(tl.sum(k * k, 2) + 1e-6)[:, :, None]
-    q *= (tl.rsqrt(tl.sum(q * q, 2) + 1e-6) * scale)[:, :, None]
+    k *= tl.rsqrt(tl.sum(k * k, 2) + _EPS)[:, :, None]
+    q *= (tl.rsqrt(tl.sum(q * q, 2) + _EPS) * scale)[:, :, None]
     up = _exp2(total)
     kd = k * up
     qd = q * up
