@@ -16,8 +16,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops import attn_res_gluon, attn_res_gradient_gluon, attn_res_kernel, attn_res_phase_kernel
-from openk3.ops.attn_res_kernel import MOST_SOURCES, MOST_WIDTH, VECTORS
+from openk3.ops.attn_res_kernel import (
+    BACKWARD_WARPS,
+    FORWARD_WARPS,
+    MOST_SOURCES,
+    MOST_WIDTH,
+    VECTORS,
+    VECTORS_OPTIONS,
+)
 from openk3.ops.backend import on_device, prefers_gluon
+from openk3.ops.kda.gluon_launch import launch
 
 
 class Wanted(NamedTuple):
@@ -51,7 +59,8 @@ def _streams(tensors: Sequence[Tensor | None]) -> bool:
     return (
         prefers_gluon(rows[0].device)
         and rows[0].dtype in (torch.bfloat16, torch.float16)
-        and all(x.dtype == rows[0].dtype and x.data_ptr() % 16 == 0 for x in rows)
+        and len({x.dtype for x in rows}) == 1
+        and not any(x.data_ptr() % 16 for x in rows)
         and narrowest <= rows[0].shape[1] <= widest
         and rows[0].shape[1] % 8 == 0
         and len(rows[0]) < 2**31
@@ -63,6 +72,16 @@ def _padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*tensors, *(tensors[0] for _ in range(MOST_SOURCES - len(tensors))))
 
 
+def _launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, int], options: dict[str, int]
+) -> None:
+    """Run a kernel; on a GPU without looking at its arguments' types anew, which takes Triton longer than the work."""
+    if isinstance(kernel, triton.JITFunction):
+        launch(kernel, programs, arguments, constants, options)
+    else:
+        kernel[(programs,)](*arguments, **constants, **options)
+
+
 def _run_forward(wanted: Wanted, weights: Sequence[Tensor | None], addend: Tensor | None, sources: Sequence[Tensor]):
     """(mixed, normed, newest, probs, scores, rrms); weights = query, norm weight, out weight or None."""
     (T, D), L = sources[0].shape, len(sources)
@@ -70,7 +89,7 @@ def _run_forward(wanted: Wanted, weights: Sequence[Tensor | None], addend: Tenso
     mixed = torch.empty_like(x) if wanted.mixed else None
     normed = x.new_empty(T, D, dtype=torch.promote_types(x.dtype, out_weight.dtype)) if out_weight is not None else None
     newest = None if addend is None else torch.empty_like(x)
-    stats = [torch.empty(T, L, dtype=torch.float32, device=x.device) for _ in range(3)]
+    stats = x.new_empty(3, T, L, dtype=torch.float32).unbind()
     tensors = (addend, *weights, newest, mixed, normed, *stats)
     if T == 0:
         return mixed, normed, newest, *stats
@@ -78,11 +97,11 @@ def _run_forward(wanted: Wanted, weights: Sequence[Tensor | None], addend: Tenso
         if _streams((*sources, addend)) and L <= attn_res_gluon.MOST_SOURCES:
             constants, how = attn_res_gluon.forward_constants(D, L, addend is not None)
             programs = min(T, how.programs * _multiprocessors(x.device))
-            run = attn_res_gluon.mix_forward_kernel[(programs,)]
-            run(tuple(sources), *tensors, T, wanted.eps, wanted.eps, **constants, **how.options())
+            arguments = tuple(sources), *tensors, T, wanted.eps, wanted.eps
+            _launch(attn_res_gluon.mix_forward_kernel, programs, arguments, constants, how.options())
         else:
-            run = attn_res_kernel.mix_forward_kernel[(T,)]
-            run(_padded(sources), *tensors, L, wanted.eps, wanted.eps, **attn_res_kernel.constants(D))
+            arguments = _padded(sources), *tensors, L, wanted.eps, wanted.eps
+            _launch(attn_res_kernel.mix_forward_kernel, T, arguments, *attn_res_kernel.constants(D, FORWARD_WARPS))
     return mixed, normed, newest, *stats
 
 
@@ -106,30 +125,31 @@ class _Backward(NamedTuple):
         places = [source if grad is None else grad for source, grad in zip(self.sources, grads)]
         wanted = sum(need << i for i, need in enumerate(needed))
         streams = _streams((*self.sources, self.d_mixed, self.d_normed)) and L <= attn_res_gluon.MOST_SOURCES
-        constants, how = attn_res_gradient_gluon.backward_constants(D, wanted) if streams else ({}, None)
+        kind = (self.d_normed is not None, self.d_newest is not None)
+        constants, how = attn_res_gradient_gluon.backward_constants(D, L, wanted, *kind) if streams else ({}, None)
         programs = min(T, (how.programs if how else 1) * _multiprocessors(x.device))
         out_weight = None if self.d_normed is None else self.out_weight
-        d_vectors = torch.empty(programs, D, dtype=torch.float32, device=x.device)
+        d_vectors = x.new_empty(programs, D, dtype=torch.float32)
         d_outs = None if out_weight is None else torch.empty_like(d_vectors)
         given = (self.query, self.norm_weight, out_weight, self.d_mixed, self.d_normed, self.d_newest)
         given = (*given, *self.stats, d_vectors, d_outs, T)
         with on_device(x):
             if how is not None:
-                run = attn_res_gradient_gluon.mix_backward_kernel[(programs,)]
-                run(tuple(self.sources), tuple(places), *given, eps, **constants, **how.options())
+                arguments = tuple(self.sources), tuple(places), *given, eps
+                _launch(attn_res_gradient_gluon.mix_backward_kernel, programs, arguments, constants, how.options())
             else:
-                run = attn_res_kernel.mix_backward_kernel[(programs,)]
-                flags = attn_res_kernel.constants(D)
-                run(_padded(self.sources), _padded(places), *given, L, wanted, eps, **flags)
+                arguments = _padded(self.sources), _padded(places), *given, L, wanted, eps
+                flags = attn_res_kernel.constants(D, BACKWARD_WARPS)
+                _launch(attn_res_kernel.mix_backward_kernel, programs, arguments, *flags)
             return grads, self._vectors(d_vectors, d_outs, out_weight)
 
     def _vectors(self, d_vectors: Tensor, d_outs: Tensor | None, out_weight: Tensor | None) -> list[Tensor | None]:
         """Gradients of query, norm weight and out weight from the programs' shares."""
         programs, D = d_vectors.shape
         into = [torch.empty_like(x) if x is not None else None for x in (self.query, self.norm_weight, out_weight)]
-        grid = (triton.cdiv(D, VECTORS["BLOCK"]),)
-        run = attn_res_kernel.mix_vectors_kernel[grid]
-        run(d_vectors, d_outs, self.query, self.norm_weight, *into, programs, D, **VECTORS)
+        blocks = triton.cdiv(D, VECTORS["BLOCK"])
+        arguments = d_vectors, d_outs, self.query, self.norm_weight, *into, programs
+        _launch(attn_res_kernel.mix_vectors_kernel, blocks, arguments, {"D": D} | VECTORS, VECTORS_OPTIONS)
         return into
 
 
@@ -226,6 +246,7 @@ def merge(
         mixture, tops, totals = (x.contiguous() for x in phase_one)
         tensors = (mixture, tops, totals, partial, None if addend is None else addend.contiguous(), vector, out_weight)
         with on_device(partial):
-            run = attn_res_phase_kernel.phase_merge_kernel[(T,)]
-            run(*tensors, newest, mixed, normed, eps, eps, **attn_res_kernel.constants(D))
+            arguments = *tensors, newest, mixed, normed, eps, eps
+            flags = attn_res_phase_kernel.merge_constants(D)
+            _launch(attn_res_phase_kernel.phase_merge_kernel, T, arguments, *flags)
     return result, partial if newest is None else newest

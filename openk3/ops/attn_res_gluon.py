@@ -4,6 +4,7 @@ Each program takes every so many tokens and never stops asking for rows: while o
 ones are on their way, those of later tokens too.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -213,18 +214,18 @@ def _summed(ring, slot, newest, at, index, D: gl.constexpr, WARPS: gl.constexpr)
 
 @gluon.jit
 def _mix_group(
-    state, ring, slot, newest, vector, rrms, scores, token, index, eps,
+    state, ring, slot, newest, vector, token, index, eps,
     FIRST: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Take a group of sources into the running softmax: (total, largest score, mixture, scores so far)."""
+    """Take a group of sources into the running softmax: (total, largest score, mixture, scores, reciprocal sizes)."""
     D: gl.constexpr = SHAPE[0]
     L: gl.constexpr = SHAPE[1]
     BLOCK: gl.constexpr = index.shape[0]
     COUNT: gl.constexpr = SHAPE[2] if FIRST + SHAPE[2] <= L else L - FIRST
     SUMMED: gl.constexpr = (newest is not None) and (FIRST + COUNT == L)
-    total, top, mixture, found = state
+    total, top, mixture, found, inverses = state
     at = token.to(gl.int64) * D
-    row = token.to(gl.int64) * L + FIRST
+    number = gl.arange(0, found.shape[0], found.type.layout)
     values = ()
     parts = ()
     for j in gl.static_range(COUNT):
@@ -239,8 +240,8 @@ def _mix_group(
     for j in gl.static_range(COUNT):
         inverse = gl.rsqrt(sums[2 * j] / D + eps)
         score = sums[2 * j + 1] * inverse
-        gl.store(rrms + row + j, inverse)
-        gl.store(scores + row + j, score)
+        found = gl.where(number == FIRST + j, score, found)
+        inverses = gl.where(number == FIRST + j, inverse, inverses)
         highest = gl.maximum(highest, score)
         here = here + (score,)
     if FIRST > 0:
@@ -251,7 +252,7 @@ def _mix_group(
         weight = gl.exp(here[j] - highest)
         total += weight
         mixture = _added(mixture, weight, values[j])
-    return total, highest, mixture, found + here
+    return total, highest, mixture, found, inverses
 
 
 @gluon.jit
@@ -285,6 +286,7 @@ def mix_forward_kernel(
     index = gl.arange(0, BLOCK, _layout(BLOCK, WARPS))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = gl.allocate_shared_memory(sources[0].dtype.element_ty, [STAGES * ROWS, _width(D)], flat)
+    number = gl.arange(0, NUMBERS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     token = gl.program_id(0)
     for n in gl.static_range(STAGES - 1):
         later = token + n // GROUPS * gl.num_programs(0)
@@ -292,19 +294,22 @@ def mix_forward_kernel(
     vector = _vector(query, norm_weight, index, D)
     stage = 0
     while token < T:
-        state = (0.0, float("-inf"), _zeros(index, COUNT), ())
+        none = number.to(gl.float32) * 0.0
+        state = (0.0, float("-inf"), _zeros(index, COUNT), none, none)
         for g in gl.static_range(GROUPS):
             async_copy.wait_group(STAGES - 2)
             later = token + (g + STAGES - 1) // GROUPS * gl.num_programs(0)
             before = gl.where(stage == 0, STAGES - 1, stage - 1)
             _request_group(ring, before, streams, later, T, (g + STAGES - 1) % GROUPS * GROUP, SHAPE, WARPS)
             state = _mix_group(
-                state, ring, stage * ROWS, newest, vector, rrms, scores, token, index, eps, g * GROUP, SHAPE, WARPS
+                state, ring, stage * ROWS, newest, vector, token, index, eps, g * GROUP, SHAPE, WARPS
             )  # fmt: skip
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        total, top, mixture, found = state
-        for i in gl.static_range(L):
-            gl.store(probs + token.to(gl.int64) * L + i, gl.div_rn(gl.exp(found[i] - top), total))
+        total, top, mixture, found, inverses = state
+        row = token.to(gl.int64) * L + number
+        gl.store(scores + row, found, mask=number < L)
+        gl.store(rrms + row, inverses, mask=number < L)
+        gl.store(probs + row, gl.div_rn(gl.exp(found - top), total), mask=number < L)
         mixture = _scaled(mixture, gl.div_rn(1.0, total))
         at = token.to(gl.int64) * D
         _write_mixture(mixture, mixed, normed, out_weight, sources[0], at, index, norm_eps, D)
@@ -315,47 +320,58 @@ def mix_forward_kernel(
 class Settings(NamedTuple):
     """How a kernel is compiled and its work cut up."""
 
-    block: int  # values of a row that the threads take at a time, two each
+    block: int  # values of a row that the threads take at a time
     warps: int
     rows: int  # that the ring holds
     programs: int  # on one multiprocessor at a time
 
     def options(self) -> dict[str, int]:
         """Launch options: registers for as many programs as are meant to share a multiprocessor."""
-        return {"num_warps": self.warps, "maxnreg": 128}
+        return {"num_warps": self.warps, "maxnreg": min(255, 2048 // (self.warps * self.programs))}
 
 
 SHARED = 228 * 1024  # bytes of a multiprocessor; each program takes 1 KB by itself, and some for reductions
 MOST_SOURCES, WIDTHS = 10, (256, 7168)
+WIDEST = 8192  # the widest rows, with what fills them up
+NUMBERS = gl.constexpr(16)  # places for a token's scores, one in each thread: registers are too short for tuples
 
 
-def settings(D: int, values: int) -> Settings:
-    """Threads for rows of D with at most so many values each; as many programs and rows as a multiprocessor holds."""
+def settings(D: int, warps: int, programs: int, near: int) -> Settings:
+    """For the widest rows so many warps and programs on a multiprocessor, for others more programs of fewer warps.
+
+    A thread takes `near` neighbouring values at a time. The ring has as many rows as shared memory holds.
+    """
     width = _width(D)
-    warps = min(16, max(1, width // (32 * values)))
-    programs = 16 // warps
+    fewer = min(warps, WIDEST // width)
+    warps, programs = warps // fewer, programs * fewer
     rows = min(16, (SHARED // programs - 1536) // (2 * width))
-    return Settings(64 * warps, warps, rows, programs)
+    return Settings(32 * near * warps, warps, rows, programs)
 
 
+@lru_cache(maxsize=64)
 def forward_constants(D: int, L: int, addend: bool) -> tuple[dict[str, int], Settings]:
-    """Constants of the forward kernel."""
-    how = settings(D, 16)
-    group = 2 if L == 4 else min(L, 3)
+    """Constants of the forward kernel, as measured for 2, 5 and 9 sources."""
+    if L <= 2:
+        how, group = settings(D, 8, 2, 4), L
+    elif L <= 5 and not addend:
+        how, group = settings(D, 8, 2, 4), 1
+    else:
+        how, group = settings(D, 8, 1, 4), 2 if L == 4 else 3
     stages = how.rows // (group + addend)
     return {"D": D, "BLOCK": how.block, "GROUP": group, "STAGES": stages, "WARPS": how.warps}, how
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launcher compiles for rows of 7168 in bfloat16: with sum and norm, as layers read; then bare."""
-    return [_case(9, True), _case(2, True), _case(5, True), _case(9, False)]
+    """What the launcher compiles for rows of 7168 in bfloat16: normed with and without a sum, as layers read; bare."""
+    added, bare = ("mixed",), ("addend", "newest", "out_weight", "normed")
+    normed = ("mixed", "addend", "newest")
+    return [_case(L, absent) for absent in (added, normed, bare) for L in (9, 2, 5)]
 
 
-def _case(L: int, layer: bool) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """A case of `compile_cases`."""
-    constants, how = forward_constants(7168, L, layer)
+def _case(L: int, absent: tuple[str, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """A case of `compile_cases`; arguments named in `absent` are not given."""
+    constants, how = forward_constants(7168, L, "addend" not in absent)
     known: dict[str, Any] = constants | {"T": "i32", "eps": "fp32", "norm_eps": "fp32", "sources": ("*bf16",) * L}
     known |= dict.fromkeys(("probs", "scores", "rrms"), "*fp32")
-    absent = ("mixed",) if layer else ("addend", "newest", "out_weight", "normed")
     arguments = {x: None if x in absent else known.get(x, "*bf16") for x in mix_forward_kernel.arg_names}
     return mix_forward_kernel, arguments, how.options()

@@ -4,6 +4,7 @@ So each row is read from memory once however often it is used. A row's place is 
 holds beyond one token's rows is on its way for the next.
 """
 
+from functools import lru_cache
 from typing import Any
 
 from triton.experimental import gluon
@@ -169,23 +170,29 @@ def mix_backward_kernel(
         _store_row(d_outs, share, d_out, index, D)
 
 
-def backward_constants(D: int, wanted: int) -> tuple[dict[str, int], Settings]:
-    """Constants of the backward kernel."""
-    how = settings(D, 8)
+@lru_cache(maxsize=256)
+def backward_constants(D: int, L: int, wanted: int, normed: bool, newest: bool) -> tuple[dict[str, int], Settings]:
+    """Constants of the backward kernel, as measured for 2, 5 and 9 sources."""
+    if normed and L <= 5:
+        how = settings(D, 16, 1, 2)
+    else:
+        how = settings(D, 8, 1, 2 if newest else 4)
     return {"D": D, "BLOCK": how.block, "SLOTS": how.rows, "WANTED": wanted, "WARPS": how.warps}, how
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launcher compiles for rows of 7168 in bfloat16: with sum and norm, as layers read; then bare."""
-    return [_case(9, True), _case(2, True), _case(5, True), _case(9, False)]
+    """What the launcher compiles for rows of 7168 in bfloat16: normed with and without a sum, as layers read; bare."""
+    added, bare = ("d_mixed",), ("out_weight", "d_normed", "d_newest", "d_outs")
+    normed = ("d_mixed", "d_newest")
+    return [_case(L, absent) for absent in (added, normed, bare) for L in (9, 2, 5)]
 
 
-def _case(L: int, layer: bool) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """A case of `compile_cases`."""
-    constants, how = backward_constants(7168, 2**L - 1)
+def _case(L: int, absent: tuple[str, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """A case of `compile_cases`; arguments named in `absent` are not given."""
+    given = ("d_normed" not in absent, "d_newest" not in absent)
+    constants, how = backward_constants(7168, L, 2**L - 1, *given)
     known: dict[str, Any] = constants | {"T": "i32", "norm_eps": "fp32"}
     known |= dict.fromkeys(("probs", "scores", "rrms", "d_vectors", "d_outs"), "*fp32")
     known |= dict.fromkeys(("sources", "grads"), ("*bf16",) * L)
-    absent = ("d_mixed",) if layer else ("out_weight", "d_normed", "d_newest", "d_outs")
     arguments = {x: None if x in absent else known.get(x, "*bf16") for x in mix_backward_kernel.arg_names}
     return mix_backward_kernel, arguments, how.options()

@@ -7,6 +7,7 @@ followed, for the products with the gradient, and for what is written. Sums over
 kernel of its own adds the programs' shares in one order.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -182,7 +183,7 @@ def mix_backward_kernel(
 
 
 @triton.jit
-def _column_sums(shares, shares_end, column, D, ROWS: tl.constexpr):
+def _column_sums(shares, shares_end, column, D: tl.constexpr, ROWS: tl.constexpr):
     """Sums of the rows of [shares_end, D] at some columns, always in the same order."""
     total = tl.zeros([ROWS, column.shape[0]], tl.float32)
     done = 0
@@ -196,8 +197,8 @@ def _column_sums(shares, shares_end, column, D, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["programs"])
 def mix_vectors_kernel(
-    d_vectors, d_outs, query, norm_weight, d_query, d_norm_weight, d_out_weight, programs, D,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    d_vectors, d_outs, query, norm_weight, d_query, d_norm_weight, d_out_weight, programs,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of query, norm weight and out weight from all programs' shares."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -213,13 +214,15 @@ def mix_vectors_kernel(
 
 
 MOST_SOURCES, MOST_WIDTH = 16, 16384
-VECTORS = {"BLOCK": 64, "ROWS": 32}
+FORWARD_WARPS, BACKWARD_WARPS = 8, 16  # at most
+VECTORS, VECTORS_OPTIONS = {"BLOCK": 64, "ROWS": 32}, {"num_warps": 4}
 
 
-def constants(D: int) -> dict[str, int]:
+@lru_cache
+def constants(D: int, most_warps: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options of a kernel in which a program takes whole rows of D values."""
     block = triton.next_power_of_2(D)
-    return {"D": D, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    return {"D": D, "BLOCK": block}, {"num_warps": min(most_warps, max(1, block // 512))}
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -227,16 +230,18 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     absent = ("addend", "newest", "out_weight", "normed", "d_normed", "d_newest", "d_outs")
     kernels = (mix_backward_kernel, mix_forward_kernel)
     cases = [_case(kernel, missing) for kernel in kernels for missing in (("mixed", "d_mixed"), absent)]
-    vectors = dict.fromkeys(mix_vectors_kernel.arg_names[2:7], "*bf16") | {"programs": "i32", "D": "i32:16"}
-    shares = {"d_vectors": "*fp32", "d_outs": "*fp32"}
-    return [*cases, (mix_vectors_kernel, shares | vectors | VECTORS, {"num_warps": 4, "num_stages": 3})]
+    known = dict.fromkeys(mix_vectors_kernel.arg_names, "*bf16") | {"programs": "i32", "D": 7168} | VECTORS
+    known |= {"d_vectors": "*fp32", "d_outs": "*fp32"}
+    for missing in ({}, {"d_outs": None, "d_out_weight": None}):
+        cases.append((mix_vectors_kernel, known | missing, VECTORS_OPTIONS | {"num_stages": 3}))
+    return cases
 
 
 def _case(kernel: Any, absent: tuple[str, ...]) -> tuple[Any, dict[str, Any], dict[str, int]]:
     """A case of `compile_cases`; arguments named in `absent` are not given."""
-    known = constants(7168)
-    options = {"num_warps": known.pop("num_warps"), "num_stages": 3}
-    known |= {"T": "i32", "L": "i32", "wanted": "i32", "eps": "fp32", "norm_eps": "fp32"}
+    chosen, options = constants(7168, FORWARD_WARPS if kernel is mix_forward_kernel else BACKWARD_WARPS)
+    options = options | {"num_stages": 3}
+    known: dict[str, Any] = chosen | {"T": "i32", "L": "i32", "wanted": "i32", "eps": "fp32", "norm_eps": "fp32"}
     known |= dict.fromkeys(("probs", "scores", "rrms", "d_vectors", "d_outs"), "*fp32")
     known |= dict.fromkeys(("sources", "grads"), ("*bf16",) * MOST_SOURCES)
     arguments = {name: None if name in absent else known.get(name, "*bf16") for name in kernel.arg_names}

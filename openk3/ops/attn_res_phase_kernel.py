@@ -138,6 +138,11 @@ def mix_constants(D: int) -> dict[str, int]:
     return {"D": D, "BLOCK": block, "num_warps": min(4, max(1, block // 256))}
 
 
+def merge_constants(D: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options of the merging kernel."""
+    return constants(D, 16)
+
+
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile for 24 queries over eight blocks of width 7168 in bfloat16, and for their merging."""
     sources = {"sources": ("*bf16",) * 8, "weights": "*fp32", "T": "i32", "Q": "i32", "eps": "fp32"}
@@ -147,7 +152,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         sources | stats | merging | {"mixture": "*bf16", "mixtures": "*bf16", "partial": "*bf16", "norm_eps": "fp32"}
     )
     work = {phase_score_kernel: score_constants(7168, 24), phase_mix_kernel: mix_constants(7168)}
-    work[phase_merge_kernel] = constants(7168)
+    chosen, options = merge_constants(7168)
+    work[phase_merge_kernel] = chosen | options
     cases = []
     for kernel, chosen in work.items():
         options = {"num_warps": chosen["num_warps"], "num_stages": 3}

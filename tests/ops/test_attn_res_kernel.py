@@ -10,7 +10,7 @@ from op_checks import random
 from torch import Tensor
 
 from openk3.config.model import ConfigError
-from openk3.ops import attn_res_gluon
+from openk3.ops import attn_res_gluon, attn_res_gradient_gluon
 from openk3.ops.attn_res import inter_block, merge_normed, merge_partial, mix_depth, mix_depth_normed
 from openk3.ops.attn_res_fused import obstacle
 
@@ -55,7 +55,7 @@ def definition(inputs: list[Tensor], *options: bool) -> list[Tensor]:
         return results([x.double() for x in inputs], *options)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     L=st.sampled_from([1, 2, 3, 5, 9, 16]),
     T=st.sampled_from([1, 2, 7]),
@@ -97,7 +97,7 @@ def test_formats_of_their_own() -> None:
 
 def test_a_query_of_zeros_weighs_all_alike() -> None:
     """Exactly 1 / n, and the mean as the mixture; one source comes back as it is."""
-    for L in range(1, 10):
+    for L in (1, 2, 3, 6, 9):
         query, norm_weight, _, _, *sources = case(L, 3, 8)
         mixed, probs = mix_depth(sources, torch.zeros_like(query), norm_weight, EPS)
         assert torch.equal(probs, torch.full_like(probs, 1 / L))
@@ -135,7 +135,7 @@ def test_frozen_sources_and_unused_results() -> None:
 
 def test_every_value_is_written_and_every_run_agrees() -> None:
     """Memory that held NaN before gives the same bits."""
-    inputs = case(3, 11, 24)
+    inputs = case(2, 7, 24)
     want = results(inputs, True, True, True)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
@@ -169,7 +169,7 @@ def inter_block_of(sources: list[Tensor], vectors: Tensor, dtype: torch.dtype | 
         return inter_block(sources, vectors, EPS, dtype=dtype)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(L=st.sampled_from([1, 2, 5]), T=st.sampled_from([1, 16, 21]), D=st.sampled_from([5, 40]), Q=st.integers(1, 18))
 def test_two_phases_equal_the_definition(L: int, T: int, D: int, Q: int) -> None:
     """Mixtures, largest scores and sums of phase one; phase two alone, and with the sum before and the norm after."""
@@ -219,15 +219,15 @@ def test_what_the_kernels_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gluon_settings_fit() -> None:
     """Whatever the width, rows of the ring fit a multiprocessor's programs, and all of a token's rows fit the ring."""
     narrowest, widest = attn_res_gluon.WIDTHS
-    for D in range(narrowest, widest + 1, 8):
-        for values in (8, 16):
-            how = attn_res_gluon.settings(D, values)
-            row = 2 << (D - 1).bit_length()
-            assert how.programs * how.warps <= 16 and how.block == 64 * how.warps
-            assert how.programs * (how.rows * row + 1536) <= attn_res_gluon.SHARED
-            assert how.rows >= attn_res_gluon.MOST_SOURCES + 2
+    for D in (narrowest, 264, 512, 520, 1032, 2048, 4096, 5000, widest):
+        row = 2 << (D - 1).bit_length()
         for L in range(1, attn_res_gluon.MOST_SOURCES + 1):
-            for addend in (False, True):
-                constants, how = attn_res_gluon.forward_constants(D, L, addend)
+            for first, second in ((False, False), (False, True), (True, False), (True, True)):
+                constants, how = attn_res_gluon.forward_constants(D, L, first)
                 assert constants["STAGES"] >= 2
-                assert constants["STAGES"] * (constants["GROUP"] + addend) <= how.rows
+                assert constants["STAGES"] * (constants["GROUP"] + first) <= how.rows
+                _, back = attn_res_gradient_gluon.backward_constants(D, L, 2**L - 1, first, second)
+                assert back.rows >= L + 2
+                for x in (how, back):
+                    assert x.programs * x.warps <= 16 and 1 <= x.options()["maxnreg"] <= 255
+                    assert x.programs * (x.rows * row + 1536) <= attn_res_gluon.SHARED

@@ -73,6 +73,16 @@ def test_kinds_of_arguments_compile_once(kernel: Kernel) -> None:
     assert [arguments[-2:] for _, *arguments in kernel.launched[:2]] == [[5, 128], [6, 128]]
 
 
+def test_tuples_of_tensors(kernel: Kernel) -> None:
+    """Their addresses are handed over as a tuple; what was compiled holds for the same formats and alignments only."""
+    x, y = torch.zeros(9), torch.zeros(4, dtype=torch.bfloat16)
+    cases = [(x, y), (torch.ones(9), torch.ones(4).bfloat16()), (y, x), (x,), (x[1:], y), (x, y)]
+    for parts in cases:
+        launch(kernel, 1, [parts, None], {}, {})
+    assert [parts for parts, *_ in kernel.compiled] == [cases[0], *cases[2:5]]
+    assert [parts for _, parts, _ in kernel.launched] == [tuple(z.data_ptr() for z in parts) for parts in cases]
+
+
 def test_addresses_that_16_does_not_divide_are_another_kernel(kernel: Kernel) -> None:
     """What was compiled for wide accesses never meets an address that has none."""
     x = torch.zeros(9)

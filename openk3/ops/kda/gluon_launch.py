@@ -74,7 +74,7 @@ def launch(
 ) -> None:
     """Run `kernel` in `programs` programs: its arguments in order, then its compile-time ones, last in its signature.
 
-    Its integer arguments must fit 32 bits and be ones that it does not specialise on.
+    An argument may be a tuple of tensors. Integers must fit 32 bits and be ones that the kernel does not specialise on.
     """
     device = torch.cuda.current_device()
     key: list[Any] = [kernel.fn, device, *constants.values(), *options.values()]
@@ -84,6 +84,10 @@ def launch(
             address = x.data_ptr()
             values.append(address)
             key.append((x.dtype, address % 16))
+        elif type(x) is tuple:
+            addresses = tuple(y.data_ptr() for y in x)
+            values.append(addresses)
+            key.append(tuple((y.dtype, address % 16) for y, address in zip(x, addresses)))
         else:
             values.append(x)
             key.append((x.base.dtype, x.block) if isinstance(x, Matrix) else None if x is None else type(x))
@@ -119,12 +123,14 @@ class _Compiled(NamedTuple):
         if self.raw is None:
             self.kernel[(programs, 1, 1)](*values, *constants)
             return
-        encodings, final = iter(self.encodings), []
-        for x in values:
-            if isinstance(x, Matrix):
-                final += _encoded(x, next(encodings))
-            else:
-                final.append(x)
+        final = values
+        if self.encodings:
+            encodings, final = iter(self.encodings), []
+            for x in values:
+                if isinstance(x, Matrix):
+                    final += _encoded(x, next(encodings))
+                else:
+                    final.append(x)
         kernel, launcher = self.kernel, self.kernel.run
         stream = driver.active.get_current_stream(device)
         flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
