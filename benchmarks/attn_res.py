@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,7 +86,7 @@ def small(row: Row) -> Row:
 
 
 @contextmanager
-def definition() -> Iterator[None]:
+def definition() -> Generator[None]:
     """Our operators run their PyTorch definition."""
     before = os.environ.get("OPENK3_BACKEND")
     os.environ["OPENK3_BACKEND"] = "reference"
@@ -143,8 +143,8 @@ def peers() -> tuple[dict[str, Way], dict[str, str]]:
     found: dict[str, Way] = {}
     missing: dict[str, str] = {}
     try:
-        from fla.ops.attnres.backends.gluon import _run as fla_gluon
-        from fla.ops.attnres.fused import fused_attnres
+        from fla.ops.attnres.backends.gluon import _run as fla_gluon  # pyrefly: ignore[missing-import]
+        from fla.ops.attnres.fused import fused_attnres  # pyrefly: ignore[missing-import]
 
         for name, function in (("fla", fused_attnres), ("fla_gluon", fla_gluon)):
             found[name] = after_sum(
@@ -153,6 +153,7 @@ def peers() -> tuple[dict[str, Way], dict[str, str]]:
     except ImportError as error:
         missing["fla"] = str(error)
     try:
+        # pyrefly: ignore[missing-import]
         from nemo_automodel.components.models.kimi_k3 import attn_res_triton as nemo
 
         found["nemo"] = lambda x: (_Nemo.apply(nemo, sources_of(x)[-1], stacked(x), x["norm"], x["query"]),)

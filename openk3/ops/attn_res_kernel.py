@@ -182,40 +182,37 @@ def mix_backward_kernel(
     _store_row(d_vectors, share, d_vector, index, D)
 
 
-@triton.jit
-def _column_sums(shares, shares_end, column, D: tl.constexpr, ROWS: tl.constexpr):
-    """Sums of the rows of [shares_end, D] at some columns, always in the same order."""
-    total = tl.zeros([ROWS, column.shape[0]], tl.float32)
-    done = 0
-    while done < shares_end:
-        row = done + tl.arange(0, ROWS)
-        at = shares + row[:, None].to(tl.int64) * D + column[None, :]
-        total += tl.load(at, mask=(row[:, None] < shares_end) & (column[None, :] < D), other=0.0)
-        done += ROWS
-    return tl.sum(total, 0)
-
-
 @triton.jit(do_not_specialize=["programs"])
 def mix_vectors_kernel(
     d_vectors, d_outs, query, norm_weight, d_query, d_norm_weight, d_out_weight, programs,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of query, norm weight and out weight from all programs' shares."""
+    """Gradients of query, norm weight and out weight: all programs' shares of some columns, summed in one order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = column < D
-    total = _column_sums(d_vectors, programs, column, D, ROWS)
-    for_query = total * tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
-    for_norm = total * tl.load(query + column, mask=live, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    outs = tl.zeros([ROWS, BLOCK], tl.float32)
+    done = 0
+    while done < programs:
+        row = done + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * D + column[None, :]
+        here = (row < programs) & live[None, :]
+        total += tl.load(d_vectors + at, mask=here, other=0.0)
+        if d_outs is not None:
+            outs += tl.load(d_outs + at, mask=here, other=0.0)
+        done += ROWS
+    d_vector = tl.sum(total, 0)
+    for_query = d_vector * tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
+    for_norm = d_vector * tl.load(query + column, mask=live, other=0.0).to(tl.float32)
     tl.store(d_query + column, for_query.to(d_query.dtype.element_ty), mask=live)
     tl.store(d_norm_weight + column, for_norm.to(d_norm_weight.dtype.element_ty), mask=live)
     if d_outs is not None:
-        total = _column_sums(d_outs, programs, column, D, ROWS)
-        tl.store(d_out_weight + column, total.to(d_out_weight.dtype.element_ty), mask=live)
+        tl.store(d_out_weight + column, tl.sum(outs, 0).to(d_out_weight.dtype.element_ty), mask=live)
 
 
 MOST_SOURCES, MOST_WIDTH = 16, 16384
 FORWARD_WARPS, BACKWARD_WARPS = 8, 16  # at most
-VECTORS, VECTORS_OPTIONS = {"BLOCK": 64, "ROWS": 32}, {"num_warps": 4}
+VECTORS, VECTORS_OPTIONS = {"BLOCK": 32, "ROWS": 64}, {"num_warps": 4}
 
 
 @lru_cache

@@ -149,7 +149,9 @@ def test_a_model_reads_depth_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None
         model.zero_grad()
         loss = model.loss(packed).total
         loss.backward()
-        queries = [p.grad.clone() for query in model.depth_queries()[1:] for p in query.parameters()]
+        gradients = [p.grad for query in model.depth_queries()[1:] for p in query.parameters()]
+        queries = [x.clone() for x in gradients if x is not None]
+        assert len(queries) == len(gradients)
         found.append({"loss": loss.detach()} | {str(n): x for n, x in enumerate(queries)})
     worst = errors(found[1], found[0])
     assert max(worst.values()) < 1e-3, worst

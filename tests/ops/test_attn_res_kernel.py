@@ -38,7 +38,9 @@ def results(inputs: list[Tensor], normed: bool, added: bool, kept: bool) -> list
         found = mix_depth_normed(
             sources, query, norm_weight, out_weight, EPS, addend_TD=addend if added else None, keep_mixed=kept
         )
-        outputs = [found.normed_TD, *([found.newest_TD] if added else []), *([found.mixed_TD] if kept else [])]
+        assert (found.mixed_TD is not None) == kept
+        outputs = [found.normed_TD, *([found.newest_TD] if added else [])]
+        outputs += [] if found.mixed_TD is None else [found.mixed_TD]
         probs = found.probs_TL
     else:
         mixed, probs = mix_depth(sources, query, norm_weight, EPS)
@@ -163,7 +165,9 @@ def test_no_tokens() -> None:
     assert inter_block_of(inputs[4:], torch.ones(2, 8))[0].shape == (2, 0, 8)
 
 
-def inter_block_of(sources: list[Tensor], vectors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def inter_block_of(
+    sources: list[Tensor], vectors: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Phase one by kernels."""
     with torch.no_grad():
         return inter_block(sources, vectors, EPS, dtype=dtype)
@@ -181,15 +185,15 @@ def test_two_phases_equal_the_definition(L: int, T: int, D: int, Q: int) -> None
     for a, b in zip(one, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
     q = Q - 1
-    row, exact_row = tuple(x[q] for x in one), tuple(x[q] for x in exact)
+    row, exact_row = (one[0][q], one[1][q], one[2][q]), (exact[0][q], exact[1][q], exact[2][q])
     with torch.no_grad():
         mixed = merge_partial(*row, partial, vector_D=vectors[q], eps=EPS)
         normed, newest = merge_normed(row, partial, vectors[q], out_weight, eps=EPS, addend_TD=addend)
     want = merge_partial(*exact_row, partial.double(), vector_D=vectors[q].double(), eps=EPS)
     torch.testing.assert_close(mixed.double(), want, rtol=2e-5, atol=2e-5)
     assert torch.equal(newest, partial + addend)
-    doubles = [x.double() for x in (partial, vectors[q], out_weight)]
-    want, _ = merge_normed(exact_row, *doubles, eps=EPS, addend_TD=addend.double())
+    weight = out_weight.double()
+    want, _ = merge_normed(exact_row, partial.double(), vectors[q].double(), weight, eps=EPS, addend_TD=addend.double())
     torch.testing.assert_close(normed.double(), want, rtol=2e-5, atol=2e-5)
 
 
