@@ -35,8 +35,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHANNELS = (16, 32, 64, 128)  # of a head, for the KDA kernels
 
 
-def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = True, obstacle: str | None = None) -> str:
+def pick(
+    op: str,
+    x: Tensor,
+    *,
+    name: str = "x",
+    channels: Sequence[int] = (),
+    bounded: bool = True,
+    obstacle: str | None = None,
+) -> str:
     """Name the implementation of `op` for tensors like x: "triton" where the kernels apply, else "reference".
+
+    Errors call x by the `name` that the caller's own caller knows.
 
     The kernels apply if all of this holds:
     - `op` has kernels, and triton can be imported;
@@ -60,7 +70,7 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
         raise ConfigError(f"OPENK3_BACKEND={forced}: {op} on {x.device.type} has {', '.join(available)}")
     if forced == "reference" or "triton" not in available:
         return "reference"
-    obstacle = _obstacle(x, channels, bounded, interpret=forced == "triton") or obstacle
+    obstacle = _obstacle(x, name, channels, bounded, interpret=forced == "triton") or obstacle
     if obstacle is None:
         return "triton"
     if forced:
@@ -68,14 +78,14 @@ def pick(op: str, x: Tensor, *, channels: Sequence[int] = (), bounded: bool = Tr
     return "reference"
 
 
-def check_kernels(name: str, x: Tensor, *, channels: Sequence[int] = ()) -> None:
+def check_kernels(function: str, x: Tensor, *, name: str = "x", channels: Sequence[int] = ()) -> None:
     """Raise ValueError if kernels cannot take tensors like x: for functions that have no other implementation.
 
     TRITON_INTERPRET=1 admits the CPU.
     """
-    obstacle = _obstacle(x, channels, True, interpret=True)
+    obstacle = _obstacle(x, name, channels, True, interpret=True)
     if obstacle is not None:
-        raise ValueError(f"{name}: there are no kernels for this: {obstacle}")
+        raise ValueError(f"{function}: there are no kernels for this: {obstacle}")
 
 
 def prefers_gluon(device: torch.device) -> bool:
@@ -97,7 +107,7 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-def _obstacle(x: Tensor, channels: Sequence[int], bounded: bool, *, interpret: bool) -> str | None:
+def _obstacle(x: Tensor, name: str, channels: Sequence[int], bounded: bool, *, interpret: bool) -> str | None:
     """Why the kernels cannot take tensors like x, or None; `interpret` also admits the CPU."""
     if not _importable("triton"):
         return "triton is not installed"
@@ -106,11 +116,11 @@ def _obstacle(x: Tensor, channels: Sequence[int], bounded: bool, *, interpret: b
         if major < 8:
             return f"they need compute capability 8.0, {x.device} has {major}.{minor}"
     elif not (interpret and x.device.type == "cpu"):
-        return f"x is on {x.device}, not on a CUDA device"
+        return f"{name} is on {x.device}, not on a CUDA device"
     elif os.environ.get("TRITON_INTERPRET") != "1":
-        return "x is on the CPU, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
+        return f"{name} is on the CPU, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
     if x.dtype not in _DTYPES:
-        return f"x is {x.dtype}, not one of {', '.join(map(str, _DTYPES))}"
+        return f"{name} is {x.dtype}, not one of {', '.join(map(str, _DTYPES))}"
     if any(size not in _CHANNELS for size in channels):
         return f"a head has {' and '.join(map(str, channels))} channels, not {', '.join(map(str, _CHANNELS))}"
     if forward_ad._current_level >= 0:

@@ -1,7 +1,7 @@
 """Where packed sequences begin and end, read from a GPU at most once for each tensor of bounds."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import index
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _REMEMBERED = 16
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def sequence_bounds(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[int, ...]:
@@ -21,12 +22,34 @@ def sequence_bounds(cu_seqlens: Tensor | None, num_tokens: int) -> tuple[int, ..
     """
     if cu_seqlens is None:
         return 0, num_tokens
-    bounds = integers(cu_seqlens) if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 else ()
-    rising = all(type(a) is int and a <= b for a, b in zip(bounds, bounds[1:]))
-    if not bounds or bounds[0] != 0 or bounds[-1] != num_tokens or not rising:
-        got = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens: a tensor that must rise from 0 to the number of tokens, {num_tokens}; got {got}")
+    bounds = bounds_in("cu_seqlens", cu_seqlens)
+    if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in zip(bounds, bounds[1:])):
+        rule = f"integers that must rise from 0 to the number of tokens, {num_tokens}"
+        raise ValueError(f"cu_seqlens: {rule}; got {shown(bounds)}")
     return bounds
+
+
+def bounds_in(name: str, x: Tensor) -> tuple[int, ...]:
+    """The values of a tensor [N + 1] of bounds. Raises ValueError that names it if it is no such tensor of integers."""
+    if isinstance(x, Tensor) and x.ndim == 1 and len(x) and x.dtype in _INTEGERS:
+        return integers(x)
+    got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    raise ValueError(f"{name}: expected integers in a tensor [sequences + 1], got {got}")
+
+
+def shown(values: Sequence[Any]) -> str:
+    """A list as a message has it: of more than eight values the first four and the last four."""
+    if len(values) <= 8:
+        return str(list(values))
+    first, last = (", ".join(map(str, part)) for part in (values[:4], values[-4:]))
+    return f"[{first}, ..., {last}] ({len(values)} values)"
+
+
+def check_tensors(*named: tuple[str, Any]) -> None:
+    """Raise ValueError that names the first of these (name, value) that is no tensor."""
+    for name, x in named:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
 
 
 def whole_numbers(name: str, values: Iterable[Any]) -> tuple[int, ...]:

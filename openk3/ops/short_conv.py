@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import pick
 from openk3.ops.norm import at_least_float32
-from openk3.ops.sequences import sequence_bounds
+from openk3.ops.sequences import check_tensors, sequence_bounds
 
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -57,6 +57,9 @@ def short_convs(
     """
     if not xs_TC:
         raise ValueError("short_convs: no inputs")
+    check_tensors((_name("x_TC", 0, len(xs_TC)), xs_TC[0]))
+    if xs_TC[0].ndim != 2:
+        raise ValueError(f"{_name('x_TC', 0, len(xs_TC))}: expected [tokens, channels], got {list(xs_TC[0].shape)}")
     bounds = sequence_bounds(cu_seqlens, len(xs_TC[0]))
     _check(xs_TC, weights_CW, windows_NCW, len(bounds) - 1)
     windows = None if windows_NCW is None else [window.to(x.dtype) for window, x in zip(windows_NCW, xs_TC)]
@@ -65,7 +68,11 @@ def short_convs(
     outputs, recents = [], []
     for first in range(0, len(xs_TC), together):
         part = slice(first, first + together)
-        run = _convolve_by_kernel if pick("short_conv", xs_TC[first]) == "triton" else _convolve
+        run = (
+            _convolve_by_kernel
+            if pick("short_conv", xs_TC[first], name=_name("x_TC", first, len(xs_TC))) == "triton"
+            else _convolve
+        )
         y, recent = run(xs_TC[part], weights_CW[part], windows and windows[part], bounds, activation)
         outputs += y
         recents += recent
@@ -82,22 +89,34 @@ def _check(
     windows = [None] * len(xs_TC) if windows_NCW is None else windows_NCW
     if not len(xs_TC) == len(weights_CW) == len(windows):
         raise ValueError(f"short_conv: {len(xs_TC)} inputs, {len(weights_CW)} weights, windows of {len(windows)}")
-    for x, weight, window in zip(xs_TC, weights_CW, windows):
-        if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or len(x) != len(xs_TC[0]):
-            raise ValueError(f"short_conv: weight_CW {list(weight.shape)} does not fit x_TC {list(x.shape)}")
+    for n, (x, weight, window) in enumerate(zip(xs_TC, weights_CW, windows)):
+        x_name, weight_name, window_name = (_name(name, n, len(xs_TC)) for name in ("x_TC", "weight_CW", "window_NCW"))
+        parts = [(x_name, x), (weight_name, weight)]
+        check_tensors(*parts, *([] if windows_NCW is None else [(window_name, window)]))
+        parts += [] if window is None else [(window_name, window)]
+        if len(x) != len(xs_TC[0]):
+            raise ValueError(f"{x_name}: {len(x)} tokens, but {_name('x_TC', 0, len(xs_TC))} has {len(xs_TC[0])}")
+        if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1]:
+            raise ValueError(f"short_conv: {weight_name} {list(weight.shape)} does not fit {x_name} {list(x.shape)}")
         if window is not None and window.shape != (num_sequences, *weight.shape):
             raise ValueError(
-                f"window_NCW: expected {[num_sequences, *weight.shape]} for {num_sequences} sequences,"
+                f"{window_name}: expected {[num_sequences, *weight.shape]} for {num_sequences} sequences,"
                 f" got {list(window.shape)}"
             )
         if 0 in weight.shape:
-            raise ValueError(f"short_conv: weight_CW {list(weight.shape)} needs a channel and a tap at least")
-        for name, part in (("x_TC", x), ("weight_CW", weight), ("window_NCW", window)):
-            if part is not None and (part.dtype not in _FORMATS or part.device != xs_TC[0].device):
+            raise ValueError(f"short_conv: {weight_name} {list(weight.shape)} needs a channel and a tap at least")
+        for name, part in parts:
+            if part.dtype not in _FORMATS or part.device != xs_TC[0].device:
                 raise ValueError(
                     f"short_conv: {name} must be floating point of 16 bits or more on {xs_TC[0].device},"
                     f" got {part.dtype} on {part.device}"
                 )
+
+
+def _name(argument: str, index: int, count: int) -> str:
+    """How the caller knows one of several: by the number that it has among them."""
+    plural = {"x_TC": "xs_TC", "weight_CW": "weights_CW", "window_NCW": "windows_NCW"}
+    return argument if count == 1 else f"{plural[argument]}[{index}]"
 
 
 def _convolve_by_kernel(

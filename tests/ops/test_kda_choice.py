@@ -62,7 +62,7 @@ def test_mixed_formats_run_in_the_widest(calls: list[torch.dtype]) -> None:
     [
         (8, -5.0, torch.float32, "a head has 8 and 16 channels"),
         (16, None, torch.float32, "they need the bounded gate"),
-        (16, -5.0, torch.float64, "x is torch.float64"),
+        (16, -5.0, torch.float64, "q_THK is torch.float64"),
     ],
 )
 def test_what_kernels_cannot_do(

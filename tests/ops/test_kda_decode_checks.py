@@ -126,6 +126,26 @@ LAYER = {
     "window taps": (cut("pool", "window_q_SCW"), "window_q_SCW"),
     "window elsewhere": (to("pool", "window_v_SCW", "meta"), "on meta"),
     "state": (lambda x: x.update(pool=replace(x["pool"], state_SHKV=draw(S, K, V))), "S, H, K, V"),
+    "expanded states": (
+        lambda x: x.update(pool=replace(x["pool"], state_SHKV=draw(1, H, K, V).expand(S, -1, -1, -1))),
+        "pool.state_SHKV: its values share memory",
+    ),
+    "windows that overlap": (
+        lambda x: x.update(pool=replace(x["pool"], window_k_SCW=draw(100).as_strided((S, H * K, W), (2, 2, 1)))),
+        "pool.window_k_SCW: its values share memory",
+    ),
+    "no windows": (
+        lambda x: x.update(pool=DecodePool(x["pool"].state_SHKV, None, None, None)),
+        "pool.window_q_SCW: expected a tensor, got NoneType",
+    ),
+    "eps as text": (lambda x: x.update(weights=replace(x["weights"], norm_eps="x")), "norm_eps: .* number, got 'x'"),
+    "no gate": (lambda x: x.update(weights=replace(x["weights"], gate=None)), "gate: expected a KdaGate, got NoneType"),
+    "no norm": (
+        lambda x: x.update(weights=replace(x["weights"], norm_weight_V=None)),
+        "norm_weight_V: expected a tensor, got NoneType",
+    ),
+    "no slots": (put("slot_N", None), "slot_N: expected .* got NoneType"),
+    "slots below -1": (put("slot_N", torch.tensor([0, -2, 1])), "slot_N: slot -2 in a pool of 5; -1 means no request"),
     "integer states": (to("pool", "state_SHKV", torch.int64), "floating point"),
     "slots as floats": (put("slot_N", torch.tensor([0.0, 1.0, 2.0])), "slot_N"),
     "slots as booleans": (put("slot_N", torch.tensor([True, False, True])), "slot_N"),
@@ -135,8 +155,12 @@ LAYER = {
     "one slot twice": (put("slot_N", torch.tensor([1, 0, 1])), "distinct"),
 }
 ROWS = {f"{field} cut": (cut("projected", field), field.split("_T")[0]) for field in CHANNELS if field != "q_TC"} | {
-    "q cut": (cut("projected", "q_TC"), "q: expected"),
-    "float64 row": (to("projected", "v_TC", torch.float64), "all float64 or none"),
+    "q cut": (cut("projected", "q_TC"), "projected.q_TC: expected"),
+    "float64 row": (to("projected", "v_TC", torch.float64), "projected.v_TC: .* all float64 or none"),
+    "row as an array": (
+        lambda x: x.update(projected=replace(x["projected"], k_TC=x["projected"].k_TC.numpy())),
+        "projected.k_TC: expected a tensor, got ndarray",
+    ),
     "integer row": (to("projected", "k_TC", torch.int64), "floating point"),
 }
 GATES = {"gate cut": (lambda x: x.update(output_gate=draw(N, 1)), "output gate")}
@@ -145,15 +169,34 @@ BOUNDS = {
     "falling bounds": (put("cu_seqlens", torch.tensor([0, 2, 1, 3])), "must rise"),
     "bounds past the rows": (put("cu_seqlens", torch.tensor([0, 1, 2, 4])), "must rise within the 3 rows"),
     "bounds below the rows": (put("cu_seqlens", torch.tensor([-1, 1, 2, 3])), "must rise"),
-    "fewer counts": (put("accepted_N", torch.tensor([1])), "accepted_N"),
+    "no bounds of many": (
+        lambda x: x.update(
+            cu_seqlens=torch.arange(20, 0, -1), slot_N=torch.full((19,), -1), accepted_N=torch.zeros(19).int()
+        ),
+        r"integers that must rise within the 3 rows; got \[20, 19, 18, 17, \.\.\., 4, 3, 2, 1\]",
+    ),
 }
+COUNTS = {
+    "fewer counts": (put("accepted_N", torch.tensor([1])), "accepted_N"),
+    "negative counts": (put("accepted_N", torch.tensor([1, -1, 2])), "accepted_N: request 1 has . rows, of which -1"),
+    "counts past the rows": (
+        put("accepted_N", torch.tensor([1, 0, 9])),
+        "accepted_N: request 2 has 2 rows, of which 9",
+    ),
+}
+NO_BOUNDS = {"no bounds": (put("cu_seqlens", None), "cu_seqlens: expected .* got NoneType")}
+NO_COUNTS = {"no counts": (put("accepted_N", None), "accepted_N: expected .* got NoneType")}
 KEPT = {
-    "kept slots": (put("kept", rows(2, D)), "2 slots beside 5 states"),
-    "kept packed": (put("kept", rows(S)), r"\[S, D, C\]"),
-    "kept cut": (cut("kept", "v_TC"), "v: expected"),
+    "kept slots": (put("kept", rows(2, D)), "kept.q_TC: 2 slots beside 5 states"),
+    "kept packed": (put("kept", rows(S)), r"kept.q_TC: expected \[S, D, C\]"),
+    "kept cut": (cut("kept", "v_TC"), "kept.v_TC: expected"),
 }
 STORED = {
-    "kept format": (to("kept", "k_TC", torch.bfloat16), "kept: k is torch.bfloat16"),
+    "kept format": (to("kept", "k_TC", torch.bfloat16), "kept.k_TC: torch.bfloat16"),
+    "expanded kept": (
+        lambda x: x.update(kept=replace(x["kept"], k_TC=draw(1, 1, H * K).expand(S, D, -1))),
+        "kept.k_TC: its values share memory",
+    ),
     "kept depth": (put("kept", rows(S, 1)), "room for 1 rows"),
 }
 FEWER = {"fewer slots": (put("slot_N", torch.tensor([0, 1])), "2 slots for 3 tokens")}
@@ -162,9 +205,9 @@ REFUSED = [
     pytest.param(op, *case, id=f"{op.__name__}-{name}")
     for op, cases in (
         (decode, LAYER | ROWS | GATES | FEWER | INTO),
-        (verify, LAYER | ROWS | GATES | BOUNDS | KEPT | STORED),
-        (replay, LAYER | KEPT | {"fewer counts": BOUNDS["fewer counts"]}),
-        (replay_rows, LAYER | ROWS | BOUNDS),
+        (verify, LAYER | ROWS | GATES | BOUNDS | NO_BOUNDS | COUNTS | KEPT | STORED),
+        (replay, LAYER | KEPT | COUNTS | NO_COUNTS),
+        (replay_rows, LAYER | ROWS | BOUNDS | COUNTS | NO_COUNTS),
     )
     for name, case in cases.items()
 ]
@@ -177,11 +220,11 @@ def test_what_does_not_fit_is_refused(
     """One clear line, with definition and kernels alike, and nothing written."""
     x = arguments()
     change(x)
-    before = [y.clone() for y in x["pool"].tensors()]
+    before = [y.clone() if isinstance(y, Tensor) else y for y in x["pool"].tensors()]
     with pytest.raises(ValueError, match=words) as error:
         op(x)
     assert "\n" not in str(error.value)
-    assert all(y.is_meta or torch.equal(y, was) for y, was in zip(x["pool"].tensors(), before))
+    assert all(y is was or y.is_meta or torch.equal(y, was) for y, was in zip(x["pool"].tensors(), before))
 
 
 STEPS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
@@ -192,7 +235,48 @@ STEPS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "beta of one head": ("beta_logit", lambda x: x[:, :1], "beta_logit: expected"),
     "biases": ("dt_bias", lambda x: x.flatten(), "dt_bias_HK"),
     "states": ("state", lambda x: x[0], "S, H, K, V"),
+    "an array": ("k", lambda x: x.numpy(), "k: expected a tensor, got ndarray"),
+    "a list": ("beta_logit", lambda x: x.tolist(), "beta_logit: expected a tensor, got list"),
+    "no A_log": ("A_log", lambda x: None, "A_log_H: expected a tensor, got NoneType"),
 }
+
+
+def step_arguments() -> dict[str, Any]:
+    """Five tensors of tokens, and what `step_kda_in_place` takes besides."""
+    tokens = (draw(N, H, K), draw(N, H, K), draw(N, H, V), draw(N, H, K), draw(N, H))
+    return {"tokens": tokens, "gate": KdaGate(draw(H), draw(H, K)), "state_SHKV": draw(S, H, K, V)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slot_N": None}, "slot_N: expected 3 integers in a tensor .* got NoneType"),
+        ({"slot_N": torch.tensor([0, -2, 1])}, "slot_N: slot -2 in a pool of 5"),
+        ({"gate": None}, "gate: expected a KdaGate, got NoneType"),
+        ({"state_SHKV": None}, "state_SHKV: expected a tensor, got NoneType"),
+        ({"state_SHKV": draw(1, H, K, V).expand(S, -1, -1, -1)}, "state_SHKV: its values share memory"),
+        ({"state_SHKV": draw(S, 1, K, V).expand(-1, H, -1, -1)}, "state_SHKV: its values share memory"),
+    ],
+)
+def test_a_step_in_place_of_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
+    """What is missing is named, and so is a state that is written to in two places at once."""
+    x = step_arguments() | {"slot_N": torch.tensor([3, 0, 4])} | change
+    with pytest.raises(ValueError, match=words):
+        step_kda_in_place(*x.pop("tokens"), **x)
+
+
+def test_a_state_may_lie_in_another_order(backend: str) -> None:
+    """Transposed or every other slot: nothing shares memory, so only kernels refuse it, which want it contiguous."""
+    x = step_arguments()
+    tokens, slots = x.pop("tokens"), torch.tensor([3, 0, 4])
+    want = step_kda_in_place(*tokens, **x | {"state_SHKV": x["state_SHKV"].clone()}, slot_N=slots)
+    for state in (x["state_SHKV"].mT.contiguous().mT, x["state_SHKV"].repeat_interleave(2, 0)[::2]):
+        if backend == "reference":
+            got = step_kda_in_place(*tokens, gate=x["gate"], state_SHKV=state, slot_N=slots)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        else:
+            with pytest.raises(ValueError, match="state_SHKV: the kernels need contiguous tensors"):
+                step_kda_in_place(*tokens, gate=x["gate"], state_SHKV=state, slot_N=slots)
 
 
 @pytest.mark.parametrize("name", [*STEPS, "more states"])
@@ -236,13 +320,32 @@ def test_decoding_leaves_no_graph(op: Callable[[dict[str, Any]], Any]) -> None:
     assert not any(y.requires_grad for y in x["pool"].tensors())
 
 
-@pytest.mark.parametrize("op", [replay, replay_rows])
-def test_no_more_is_replayed_than_there_is(op: Callable[[dict[str, Any]], Any]) -> None:
-    """Counts past the drafts of a request take none of the next one."""
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("count", [-1, 100])
+def test_kernels_cut_counts_to_what_there_is(packed: bool, count: int, backend: str) -> None:
+    """On a GPU nobody looks at counts: kernels take them between none and all rows of a request, none of the next."""
     x, most = arguments(), arguments()
-    most["accepted_N"] = torch.tensor([D, D, D]) if op is replay else torch.tensor([1, 0, 2])
-    x["accepted_N"] = torch.full((N,), 100)
-    op(x)
-    op(most)
+    bounds = x["cu_seqlens"] if packed else None
+    most["accepted_N"] = (bounds.diff() if bounds is not None else torch.full((N,), D)) * (count > 0)
+    (replay_rows if packed else replay)(most)
+    x["accepted_N"] = torch.full((N,), count)
+    if backend == "triton":
+        from openk3.ops.kda import decode_launch
+
+        rows = x["projected" if packed else "kept"]
+        decode_launch.replay(rows, x["weights"], x["pool"], x["slot_N"], x["accepted_N"], cu_seqlens=bounds)
+        for mine, right in zip(x["pool"].tensors(), most["pool"].tensors()):
+            assert torch.equal(mine, right)
+    else:
+        with pytest.raises(ValueError, match="accepted_N: request 0 has"):
+            (replay_rows if packed else replay)(x)
+
+
+def test_counts_of_no_request_do_not_matter() -> None:
+    """Slot -1 accepts whatever is left in its place."""
+    x, most = arguments(), arguments()
+    for y, count in ((x, 77), (most, 0)):
+        y["slot_N"], y["accepted_N"] = torch.tensor([3, -1, 4]), torch.tensor([1, count, 2])
+        replay(y)
     for mine, right in zip(x["pool"].tensors(), most["pool"].tensors()):
         assert torch.equal(mine, right)

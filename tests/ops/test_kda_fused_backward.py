@@ -159,7 +159,7 @@ def test_refusals() -> None:
 REFUSED = {
     "float64": (
         {n: x.double() for n, x in kda_inputs([5], K=16, V=16).items()},
-        "for this: x is torch.float64",
+        "for this: q_THK is torch.float64",
     ),
     "channels": (kda_inputs([5], K=24, V=16, dtype=torch.float32), "24 and 16 channels"),
     "heads of A_log": ({"A_log": torch.zeros(1)}, "A_log_H must be"),

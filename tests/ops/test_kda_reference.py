@@ -110,6 +110,12 @@ def test_case_K04_bound_out_of_range_is_refused(bound: float) -> None:
         KdaGate(torch.zeros(1), torch.zeros(1, 1), bound)
 
 
+def test_a_bound_that_is_text_is_shown_as_such() -> None:
+    """ "-5" is not the number that it looks like."""
+    with pytest.raises(ValueError, match=r"lower_bound must be None or in \[-5, 0\), got '-5'"):
+        KdaGate(torch.zeros(1), torch.zeros(1, 1), "-5")  # pyrefly: ignore[bad-argument-type]
+
+
 @pytest.mark.parametrize("bound", [-5.0, -0.5, None])
 def test_gate_gradient(bound: float | None) -> None:
     """Derivative in the logits and both parameters, through leading dimensions of any number."""
@@ -158,9 +164,12 @@ def test_bounds_and_states_must_fit_the_tokens(op) -> None:
     rest = [inputs[name] for name in ("q", "k", "v", "decay_logit", "beta_logit")]
     with pytest.raises(ValueError, match=r"state_NHKV: expected \[1, 2, 8, 12\] for these tokens, got \[2, 2, 8, 12\]"):
         op(*rest, gate, state_NHKV=torch.zeros(2, 2, 8, 12))
-    for bounds in ([0, 4], [1, 5], [0, 3, 2, 5], []):
-        with pytest.raises(ValueError, match="number of tokens, 5"):
+    for bounds in ([0, 4], [1, 5], [0, 3, 2, 5]):
+        with pytest.raises(ValueError, match="integers that must rise from 0 to the number of tokens, 5"):
             op(*rest, gate, cu_seqlens=torch.tensor(bounds))
+    for given in (torch.tensor([]), torch.tensor([0.0, 5.0]), [0, 5]):
+        with pytest.raises(ValueError, match="cu_seqlens: expected integers in a tensor"):
+            op(*rest, gate, cu_seqlens=given)
     assert op(*rest, gate, cu_seqlens=cu_seqlens([5]))[0].shape == (5, 2, 12)
 
 
@@ -168,16 +177,21 @@ WRONG = {
     "batch": ("q", lambda x: x[None], r"q_THK: expected \[tokens, heads, key channels\], got \[1, 5, 2, 8\]"),
     "heads of k": ("k", lambda x: x[:, :1], r"k_THK: \[5, 1, 8\] does not fit q_THK \[5, 2, 8\]"),
     "channels of k": ("k", lambda x: x[..., :4], "k_THK"),
-    "length of v": ("v", lambda x: x[:4], "v_THV"),
+    "length of v": ("v", lambda x: x[:4], r"v_THV: \[4, 2, 12\] .*; expected \[5, 2, value channels\]"),
     "heads of v": ("v", lambda x: x[:, :1], "v_THV"),
     "flat v": ("v", lambda x: x.flatten(1), "v_THV"),
     "heads of logits": ("decay_logit", lambda x: x[:, :1], "decay_logit_THK"),
-    "one row of logits": ("decay_logit", lambda x: x[:1], "decay_logit_THK"),
-    "beta per channel": ("beta_logit", lambda x: x[..., None], "beta_logit_TH"),
+    "one row of logits": ("decay_logit", lambda x: x[:1], r"decay_logit_THK: .*; expected \[5, 2, 8\]"),
+    "beta per channel": ("beta_logit", lambda x: x[..., None], r"beta_logit_TH: .*; expected \[5, 2\]"),
     "padded A_log": ("A_log", lambda x: torch.zeros(128), r"A_log_H must be \[2\] .* got \[128\]"),
     "flat dt_bias": ("dt_bias", lambda x: x.flatten(), r"dt_bias_HK must be \[2, 8\] .* got \[16\]"),
     "one head's dt_bias": ("dt_bias", lambda x: x[:1], "dt_bias_HK"),
     "float32 beside float64": ("k", lambda x: x.float(), "k_THK: torch.float32 beside q_THK torch.float64"),
+    "an array": ("q", lambda x: x.numpy(), "q_THK: expected a tensor, got ndarray"),
+    "an array of logits": ("decay_logit", lambda x: x.numpy(), "decay_logit_THK: expected a tensor, got ndarray"),
+    "a list": ("beta_logit", lambda x: x.tolist(), "beta_logit_TH: expected a tensor, got list"),
+    "an array of states": ("state", lambda x: x.numpy(), "state_NHKV: expected a tensor, got ndarray"),
+    "no A_log": ("A_log", lambda x: None, "A_log_H: expected a tensor, got NoneType"),
     "integers": ("v", lambda x: x.long(), "v_THV: torch.int64 .* must be floating point, all float64 or none"),
     "integer queries": ("q", lambda x: x.long(), "q_THK: torch.int64 .* must be floating point"),
 }
@@ -193,6 +207,25 @@ def test_operands_that_do_not_fit_are_refused(op, name: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         run(op, inputs)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
+def test_a_gate_that_is_none_is_named(op) -> None:
+    """None for a gate is no unbounded gate."""
+    rest = [kda_inputs([5])[name] for name in ("q", "k", "v", "decay_logit", "beta_logit")]
+    with pytest.raises(ValueError, match="gate: expected a KdaGate, got NoneType"):
+        op(*rest, None)
+
+
+@pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])
+def test_no_sequences(op) -> None:
+    """No sequence of no tokens: empty results of the right shapes and formats, and gradients of nothing."""
+    inputs = {name: x.requires_grad_() for name, x in kda_inputs([], dtype=torch.float32).items()}
+    for given in (inputs, {name: x for name, x in inputs.items() if name != "state"}):
+        o, state = run(op, given, [])
+        assert o.shape == (0, 2, 12) and state.shape == (0, 2, 8, 12) and o.dtype == state.dtype == torch.float32
+    grads = torch.autograd.grad(o.sum() + state.sum(), inputs["v"], allow_unused=True)
+    assert grads[0] is None or grads[0].shape == (0, 2, 12)
 
 
 @pytest.mark.parametrize("op", [recurrent_kda, chunk_kda])

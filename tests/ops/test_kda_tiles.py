@@ -95,3 +95,12 @@ def test_checkpoints_lie_behind_tokens(checkpoints: tuple[int, ...]) -> None:
     """Positions out of range, twice, or out of order are named."""
     with pytest.raises(ValueError, match=r"checkpoints: token positions must rise strictly within 1\.\.11"):
         table([5, 6], checkpoints=checkpoints)
+
+
+@pytest.mark.parametrize("chunk", [0, 8, 24, 64])
+def test_tiles_have_16_or_32_tokens(chunk: int) -> None:
+    """Kernels would give NaN for 64 without a word."""
+    with pytest.raises(
+        ValueError, match=f"CHUNK of ops/kda/tiles.py.*: kernels take tiles of 16 or 32 tokens, not {chunk}"
+    ):
+        table([100], chunk=chunk)

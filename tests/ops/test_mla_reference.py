@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 import pytest
@@ -234,3 +235,20 @@ def test_refuses_boundaries_that_do_not_fit() -> None:
         mla_attention(q, k, v, torch.tensor([0, 5, 3, 6]), scale=SCALE)
     with pytest.raises(ValueError, match="latents: 1 sequences"):
         absorbed_attention(q, q, [k[0]], torch.tensor([0, 3, 6]), scale=SCALE)
+    for bounds in ([0, 6], torch.tensor([0.0, 6.0]), torch.tensor([])):
+        with pytest.raises(ValueError, match="cu_seqlens_q: expected integers in a tensor"):
+            mla_attention(q, k, v, bounds, scale=SCALE)  # pyrefly: ignore[bad-argument-type]
+        with pytest.raises(ValueError, match="cu_seqlens_q: expected integers in a tensor"):
+            absorbed_attention(q, q, [k[0]], bounds, scale=SCALE)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ValueError, match=r"\[0, 1, 2, 3, \.\.\., 6, 7, 8, 9\] \(10 values\)"):
+        mla_attention(q, k, v, torch.arange(10), scale=SCALE)
+
+
+def test_no_sequences() -> None:
+    """No sequence of no tokens: empty outputs, and no score."""
+    q, k, v = inputs(0, 0)
+    o, peak_H = mla_attention(q, k, v, torch.tensor([0]), scale=SCALE, return_max=True)
+    assert o.shape == (0, H, V) and peak_H.tolist() == [-math.inf] * H
+    o.sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+    assert absorbed_attention(q, q[..., :2], [], torch.tensor([0]), scale=SCALE).shape == (0, H, K)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from op_checks import Watch
 
-from openk3.ops.sequences import Memory, bounds_on, integers, remember_integers, sequence_bounds
+from openk3.ops.sequences import Memory, bounds_on, integers, remember_integers, sequence_bounds, shown
 
 
 def test_bounds() -> None:
@@ -16,12 +20,38 @@ def test_bounds() -> None:
     assert sequence_bounds(torch.tensor([0]), 0) == (0,)
 
 
-@pytest.mark.parametrize("bounds", [[], [0, 6], [0, 8], [1, 7], [0, 5, 4, 7], [0.0, 7.0], [[0, 7]]])
-def test_bounds_that_do_not_fit(bounds: list) -> None:
-    """Empty, too short, too long, late, falling, fractional and nested bounds, and ones that are no tensor."""
-    for given in (torch.tensor(bounds), bounds):
-        with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 7; got"):
-            sequence_bounds(given, 7)
+@pytest.mark.parametrize("bounds", [[0, 6], [0, 8], [1, 7], [0, 5, 4, 7]])
+def test_bounds_that_do_not_fit(bounds: list[int]) -> None:
+    """Too short, too long, late and falling bounds, with what was given."""
+    words = f"cu_seqlens: integers that must rise from 0 to the number of tokens, 7; got {bounds}"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        sequence_bounds(torch.tensor(bounds), 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (torch.tensor([]), r"torch.float32 \[0\]"),
+        (torch.tensor([0.0, 7.0]), r"torch.float32 \[2\]"),
+        (torch.tensor([False, True]), r"torch.bool \[2\]"),
+        (torch.tensor([[0, 7]]), r"torch.int64 \[1, 2\]"),
+        (torch.tensor(7), r"torch.int64 \[\]"),
+        ([0, 7], "list"),
+        (np.array([0, 7]), "ndarray"),
+    ],
+)
+def test_bounds_that_are_no_integers_in_a_tensor(given: Any, got: str) -> None:
+    """Empty, fractional and nested bounds, and ones that are no tensor."""
+    with pytest.raises(ValueError, match=f"^cu_seqlens: expected integers in a tensor .*, got {got}$"):
+        sequence_bounds(given, 7)
+
+
+def test_many_bounds_are_not_all_shown() -> None:
+    """The first and the last four of more than eight."""
+    assert shown(range(8)) == "[0, 1, 2, 3, 4, 5, 6, 7]"
+    assert shown(range(100)) == "[0, 1, 2, 3, ..., 96, 97, 98, 99] (100 values)"
+    with pytest.raises(ValueError, match=r"got \[0, 1, 2, 3, \.\.\., 96, 97, 98, 99\] \(100 values\)$"):
+        sequence_bounds(torch.arange(100), 7)
 
 
 def test_memory_of_bounds() -> None:

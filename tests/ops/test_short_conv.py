@@ -137,6 +137,24 @@ REFUSED = {
     "no inputs": ((), (), None, "no inputs"),
     "a weight too few": ((X, X), (WEIGHT,), None, "2 inputs, 1 weights"),
     "a window too few": ((X, X), (WEIGHT, WEIGHT), (torch.ones(1, 3, 4),), "windows of 1"),
+    "the second weight": (
+        (X, X),
+        (WEIGHT, WEIGHT[:2]),
+        None,
+        r"weights_CW\[1\] \[2, 4\] does not fit xs_TC\[1\] \[5, 3\]",
+    ),
+    "fewer tokens": ((X, X, X[:4]), (WEIGHT,) * 3, None, r"xs_TC\[2\]: 4 tokens, but xs_TC\[0\] has 5"),
+    "the third in integers": ((X, X, X.long()), (WEIGHT,) * 3, None, r"xs_TC\[2\] must be floating point"),
+    "the second window": (
+        (X, X),
+        (WEIGHT, WEIGHT),
+        (torch.ones(1, 3, 4), torch.ones(2, 3, 4)),
+        r"windows_NCW\[1\]: expected \[1, 3, 4\]",
+    ),
+    "windows of none": ((X,) * 3, (WEIGHT,) * 3, (None,) * 3, r"windows_NCW\[0\]: expected a tensor, got NoneType"),
+    "an array": ((X.numpy(),), (WEIGHT,), None, "x_TC: expected a tensor, got ndarray"),
+    "a list of weights": ((X,), (WEIGHT.tolist(),), None, "weight_CW: expected a tensor, got list"),
+    "a batch": ((X[None],), (WEIGHT,), None, r"x_TC: expected \[tokens, channels\], got \[1, 5, 3\]"),
     "no taps": ((X,), (WEIGHT[:, :0],), None, "a tap at least"),
     "no channels": ((X[:, :0],), (WEIGHT[:0],), None, "needs a channel"),
     "integers": ((X.long(),), (WEIGHT,), None, "x_TC must be floating point"),
@@ -152,3 +170,12 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     xs, weights, windows, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         short_convs(xs, weights, windows_NCW=windows)
+
+
+def test_no_sequences() -> None:
+    """No sequence of no tokens: nothing comes out, in the right shapes."""
+    y, window = short_conv(X[:0], WEIGHT, window_NCW=torch.ones(0, 3, 4), cu_seqlens=torch.tensor([0]))
+    assert y.shape == (0, 3) and window.shape == (0, 3, 4)
+    y, window = short_conv(X[:0].clone().requires_grad_(), WEIGHT, cu_seqlens=torch.tensor([0]))
+    assert y.shape == (0, 3) and window.shape == (0, 3, 4)
+    y.sum().backward()

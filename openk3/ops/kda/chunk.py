@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from openk3.ops.backend import pick
 from openk3.ops.kda.block import Kept, block_backward, block_forward
 from openk3.ops.kda.plan import ChunkPlan, chunk_plan
-from openk3.ops.kda.reference import KdaGate, check_tokens, initial_states, kda_gate
+from openk3.ops.kda.reference import KdaGate, check_gate, check_tokens, initial_states, kda_gate
 from openk3.ops.kda.scan import final_states, kept_steps, lay_out_states
 from openk3.ops.norm import at_full_precision, at_least_float32, l2_norm
 from openk3.ops.sequences import sequence_bounds
@@ -39,7 +39,9 @@ def chunk_kda(
     tokens included, and what follows it, but no other sequence.
     """
     check_tokens(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)
-    if pick("kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]), bounded=gate.lower_bound is not None) == "triton":
+    check_gate(decay_logit_THK, gate)
+    channels, bounded = (q_THK.shape[2], v_THV.shape[2]), gate.lower_bound is not None
+    if pick("kda", q_THK, name="q_THK", channels=channels, bounded=bounded) == "triton":
         from openk3.ops.kda.fused_backward import fused_kda
 
         tokens = (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)

@@ -4,8 +4,9 @@ States and convolution windows of all requests lie in pools, and a request names
 nothing of a pool belongs to it, and its outputs are zero. The functions here are the definitions, request by request
 where the layout asks for it; on a GPU each is one launch of `decode_kernel`, which reads nothing back to the host.
 
-Shapes, formats and devices that do not fit raise ValueError. Values of slots, bounds and counts are checked too where
-they lie on the CPU; on a GPU, where a look at them would wait for all its work, they are the caller's word.
+Shapes, formats and devices that do not fit raise ValueError, and so do pools whose values share memory. Values of
+slots, bounds and counts are checked too where they lie on the CPU; on a GPU, where a look at them would wait for all
+its work, they are the caller's word: every negative slot means no request, and counts are cut to what rows there are.
 Only `step_kda` is differentiable.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from openk3.ops.backend import pick
 from openk3.ops.kda.decode_checks import (
+    check_accepted,
     check_bounds,
     check_counts,
     check_kept,
@@ -100,7 +102,7 @@ def step_kda(
     least float32; the given state is left as it was.
     """
     tokens = (q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH)
-    check_step(tokens, gate, state_NHKV, None)
+    check_step(tokens, gate, state_NHKV)
     parameters = (gate.A_log_H, gate.dt_bias_HK, state_NHKV)
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*tokens, *parameters))
     if wants_gradients or not _has_kernels(q_NHK, state_NHKV):
@@ -130,7 +132,7 @@ def step_kda_in_place(
     state_SHKV in float32, float64 or rounded to bfloat16. Returns o [N, H, V] in v.dtype.
     """
     tokens = (q_NHK, k_NHK, v_NHV, decay_logit_NHK, beta_logit_NH)
-    check_step(tokens, gate, state_SHKV, slot_N)
+    check_step(tokens, gate, state_SHKV, slot_N, pooled=True)
     check_values(len(state_SHKV), slot_N)
     if _has_kernels(q_NHK, state_SHKV):
         from openk3.ops.kda import decode_launch
@@ -200,14 +202,15 @@ def verify_kda(
         raise ValueError("verify_kda: accepted_N counts rows of `kept`, which is missing")
     check_layer(weights, pool, pool)
     num_requests = check_rows(pool.state_SHKV, projected, slot_N, output_gate=output_gate_TC)
-    check_counts(
-        pool.state_SHKV, ("cu_seqlens", cu_seqlens, num_requests + 1), ("accepted_N", accepted_N, num_requests)
-    )
+    check_counts(pool.state_SHKV, ("cu_seqlens", cu_seqlens, num_requests + 1))
     if kept is not None:
-        check_rows(pool.state_SHKV, kept, slot_N, packed=False)
+        check_rows(pool.state_SHKV, kept, slot_N, packed=False, name="kept")
         check_kept(projected, kept)
     check_values(len(pool.state_SHKV), slot_N)
     check_bounds(cu_seqlens, len(output_gate_TC), None if kept is None else kept.q_TC.shape[1])
+    if kept is not None and accepted_N is not None:
+        check_counts(pool.state_SHKV, ("accepted_N", accepted_N, num_requests))
+        check_accepted(accepted_N, slot_N, kept.q_TC.shape[1])
     if _has_kernels(projected.q_TC, pool.state_SHKV):
         from openk3.ops.kda import decode_launch
 
@@ -237,17 +240,19 @@ def replay_kda(
 ) -> None:
     """Move states and windows on by the first accepted_N[n] tokens of each request, as `decode_kda` would have.
 
-    `projected` is what `verify_kda` kept (pools by slot), or with cu_seqlens the rows that it was given. No request
-    has more accepted tokens than there are rows, whatever accepted_N says.
+    `projected` is what `verify_kda` kept (pools by slot), or with cu_seqlens the rows that it was given. Raises
+    ValueError where accepted_N lies on the CPU and a request accepts fewer than none or more than its rows; on a GPU
+    none and all of them are accepted then.
     """
     check_layer(weights, pool, pool)
-    num_requests = check_rows(pool.state_SHKV, projected, slot_N, packed=cu_seqlens is not None)
-    check_counts(
-        pool.state_SHKV, ("accepted_N", accepted_N, num_requests), ("cu_seqlens", cu_seqlens, num_requests + 1)
-    )
+    packed = cu_seqlens is not None
+    num_requests = check_rows(pool.state_SHKV, projected, slot_N, packed=packed, name="projected" if packed else "kept")
+    check_counts(pool.state_SHKV, ("accepted_N", accepted_N, num_requests))
     check_values(len(pool.state_SHKV), slot_N)
     if cu_seqlens is not None:
+        check_counts(pool.state_SHKV, ("cu_seqlens", cu_seqlens, num_requests + 1))
         check_bounds(cu_seqlens, len(projected.q_TC), None)
+    check_accepted(accepted_N, slot_N, projected.q_TC.shape[1] if cu_seqlens is None else cu_seqlens.diff())
     if _has_kernels(projected.q_TC, pool.state_SHKV):
         from openk3.ops.kda import decode_launch
 
@@ -264,7 +269,7 @@ def replay_kda(
 
 def _has_kernels(x: Tensor, state_SHKV: Tensor) -> bool:
     """Whether the kernels run for inputs like x; they take both forms of the gate."""
-    return pick("kda", x, channels=state_SHKV.shape[2:]) != "reference"
+    return pick("kda", x, name="q", channels=state_SHKV.shape[2:]) != "reference"
 
 
 @at_full_precision

@@ -68,7 +68,7 @@ def checkpointed_kda(
     check_gate(decay_logit_THK, gate)
     if gate.lower_bound is None:
         raise ValueError("fused_kda: the gate must have a lower bound; chunk_kda takes gates without")
-    check_kernels("fused_kda", q_THK, channels=(q_THK.shape[2], v_THV.shape[2]))
+    check_kernels("fused_kda", q_THK, name="q_THK", channels=(q_THK.shape[2], v_THV.shape[2]))
     positions = whole_numbers("checkpoints", checkpoints)
     bounds = sequence_bounds(cu_seqlens, q_THK.shape[0])
     state = state_NHKV

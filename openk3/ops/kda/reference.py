@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import at_full_precision, at_least_float32, l2_norm
-from openk3.ops.sequences import sequence_bounds
+from openk3.ops.sequences import check_tensors, sequence_bounds
 
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -29,7 +29,7 @@ class KdaGate:
     def __post_init__(self) -> None:
         bound = self.lower_bound
         if bound is not None and not (isinstance(bound, int | float) and -5.0 <= bound < 0.0):
-            raise ValueError(f"KDA gate: lower_bound must be None or in [-5, 0), got {self.lower_bound}")
+            raise ValueError(f"KDA gate: lower_bound must be None or in [-5, 0), got {self.lower_bound!r}")
 
 
 def kda_gate(decay_logit_THK: Tensor, gate: KdaGate) -> Tensor:
@@ -72,6 +72,8 @@ class _BoundedGate(torch.autograd.Function):
 
 def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: Tensor, beta_logit_TH: Tensor) -> None:
     """Raise ValueError unless the five agree in tokens, heads, key channels and device, and in float64 or not."""
+    names = ("q_THK", "k_THK", "v_THV", "decay_logit_THK", "beta_logit_TH")
+    check_tensors(*zip(names, (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)))
     if q_THK.ndim != 3:
         raise ValueError(
             f"q_THK: expected [tokens, heads, key channels], got {list(q_THK.shape)};"
@@ -90,7 +92,9 @@ def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: T
     wide = q_THK.dtype == torch.float64
     for name, x, shape in parts:
         if x.shape != shape or (name == "v_THV" and x.ndim != 3):
-            raise ValueError(f"{name}: {list(x.shape)} does not fit q_THK {list(q_THK.shape)}")
+            expected = [*heads, "value channels"] if name == "v_THV" else list(shape)
+            expected = str(expected).replace("'", "")
+            raise ValueError(f"{name}: {list(x.shape)} does not fit q_THK {list(q_THK.shape)}; expected {expected}")
         if x.dtype not in _FORMATS or (x.dtype == torch.float64) != wide:
             raise ValueError(
                 f"{name}: {x.dtype} beside q_THK {q_THK.dtype}; must be floating point, all float64 or none,"
@@ -100,8 +104,16 @@ def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: T
             raise ValueError(f"{name}: on {x.device}, but q_THK is on {q_THK.device}")
 
 
+def check_kind(gate: KdaGate) -> None:
+    """Raise ValueError unless it is a gate whose parameters are tensors."""
+    if not isinstance(gate, KdaGate):
+        raise ValueError(f"gate: expected a KdaGate, got {type(gate).__name__}")
+    check_tensors(("KDA gate: A_log_H", gate.A_log_H), ("KDA gate: dt_bias_HK", gate.dt_bias_HK))
+
+
 def check_gate(logit_THK: Tensor, gate: KdaGate) -> None:
     """Raise ValueError unless the gate's parameters are [H] and [H, K] for logits [..., H, K], on their device."""
+    check_kind(gate)
     for name, x, shape in (
         ("A_log_H", gate.A_log_H, logit_THK.shape[-2:-1]),
         ("dt_bias_HK", gate.dt_bias_HK, logit_THK.shape[-2:]),
@@ -124,6 +136,7 @@ def initial_states(state_NHKV: Tensor | None, num_sequences: int, k_THK: Tensor,
     shape = (num_sequences, *k_THK.shape[1:], v_THV.shape[2])
     if state_NHKV is None:
         return v_THV.new_zeros(shape)
+    check_tensors(("state_NHKV", state_NHKV))
     if state_NHKV.shape != shape:
         raise ValueError(f"state_NHKV: expected {list(shape)} for these tokens, got {list(state_NHKV.shape)}")
     if state_NHKV.device != v_THV.device or not state_NHKV.is_floating_point():
@@ -177,4 +190,4 @@ def recurrent_kda(
             outputs.append(q_t[t] @ state)
         states.append(state)
     o_THV = torch.stack(outputs).squeeze(2) if outputs else v
-    return o_THV.to(v_THV.dtype), torch.stack(states)
+    return o_THV.to(v_THV.dtype), torch.stack(states) if states else state_NHKV

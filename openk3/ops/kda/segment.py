@@ -50,7 +50,7 @@ def segment_kda(
 
     v = at_least_float32(v_THV)
     start = torch.eye(K, K + V, dtype=v.dtype, device=v.device).expand(num_segments, H, -1, -1)
-    if pick("kda", k_THK, channels=(K, V), bounded=gate.lower_bound is not None) == "triton":
+    if pick("kda", k_THK, name="k_THK", channels=(K, V), bounded=gate.lower_bound is not None) == "triton":
         return Segment(leaving(torch.zeros_like(k_THK), start[..., :K]), leaving(v_THV, None))
     columns = torch.cat([v.new_zeros(num_tokens, H, K), v], 2)
     return Segment(*leaving(columns, start).split([K, V], 3))

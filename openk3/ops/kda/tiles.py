@@ -11,7 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-CHUNK = 32
+from openk3.ops.sequences import shown
+
+CHUNK = 32  # tokens of a tile in all kernels; 16 is possible too
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,17 @@ def tile_table(
 
     A checkpoint p is the state of the sequence of token p - 1 behind that token. Parts of one sequence are as equal as
     they can be; None makes every sequence one part. Remembered: every caller of one plan shares the tensors.
-    Raises ValueError unless the checkpoints rise strictly from 1 or more to at most the number of tokens.
+    Raises ValueError unless the checkpoints rise strictly from 1 or more to at most the number of tokens, and for tiles
+    of other than 16 or 32 tokens: with more, 2^G leaves the range of the formats.
     """
+    if chunk not in (16, 32):
+        raise ValueError(
+            f"chunk (default: CHUNK of ops/kda/tiles.py): kernels take tiles of 16 or 32 tokens, not {chunk}"
+        )
     if any(a >= b for a, b in zip((0, *checkpoints), (*checkpoints, bounds[-1] + 1))):
-        raise ValueError(f"checkpoints: token positions must rise strictly within 1..{bounds[-1]}; got {checkpoints}")
+        raise ValueError(
+            f"checkpoints: token positions must rise strictly within 1..{bounds[-1]}; got {shown(checkpoints)}"
+        )
     bounds_N = torch.tensor(bounds)
     edges_E = torch.unique(torch.cat([bounds_N, torch.tensor(checkpoints, dtype=torch.int64)]))  # sorted
     lengths = edges_E.diff()

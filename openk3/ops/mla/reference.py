@@ -13,7 +13,7 @@ from openk3.ops.mla import attention_library
 from openk3.ops.mla.attention_views import MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS, Job, obstacle
 from openk3.ops.mla.paged_rows import PagedRows
 from openk3.ops.mla.tiles import Bands
-from openk3.ops.sequences import bounds_on, integers
+from openk3.ops.sequences import bounds_in, bounds_on, shown
 
 # Query rows per tile: enough for full-speed matrix products, few enough to waste little beyond the diagonal; twice as
 # many where the diagonal is a small part of the sequence.
@@ -78,7 +78,7 @@ def mla_attention(
     job, tensors = Job(bands, scale), (q_THK, k_THK, v_THV)
     if attention_library.applies(job, q_THK, return_max=return_max):
         return attention_library.library_attention(q_THK, k_THK, v_THV, scale)
-    if pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
+    if pick("mla", q_THK, name="q_THK", obstacle=obstacle(job, tensors)) == "triton":
         from openk3.ops.mla.attention_fused import attend
 
         o_THV, max_logit_H = attend(job, *tensors)
@@ -113,7 +113,7 @@ def joint_attention(
     job = Job(_bands(cu_seqlens_q, cu_seqlens_k, len(q_THK), len(kv_THC)), scale, own)
     tensors = (q_THK, kv_THC, shared_TR)
     by_library = attention_library.applies(job, q_THK, return_max=return_max)
-    if not by_library and pick("mla", q_THK, obstacle=obstacle(job, tensors)) == "triton":
+    if not by_library and pick("mla", q_THK, name="q_THK", obstacle=obstacle(job, tensors)) == "triton":
         from openk3.ops.mla.attention_fused import attend
 
         o_THV, max_logit_H = attend(job, *tensors)
@@ -142,14 +142,14 @@ def absorbed_attention(
 
     Raises ValueError if the boundaries do not fit or a sequence has more queries than cached positions.
     """
-    ends = integers(cu_seqlens_q)
+    ends = bounds_in("cu_seqlens_q", cu_seqlens_q)
     if len(latents) != len(ends) - 1:
         raise ValueError(f"latents: {len(latents)} sequences, but cu_seqlens_q has {len(ends) - 1}")
     paged = isinstance(latents, PagedRows)
     for start, end, length in zip(ends, ends[1:], latents.lengths if paged else map(len, latents)):
         _check([0, end - start], [0, length], end - start, length)
     against = _no_decoding(q_latent_THC, q_shared_THR, latents, scale)
-    if latents and pick("mla", q_latent_THC, obstacle=against) == "triton":
+    if latents and pick("mla", q_latent_THC, name="q_latent_THC", obstacle=against) == "triton":
         from openk3.ops.mla.latent_decode import LatentPages, latent_attention
 
         if paged:
@@ -232,15 +232,15 @@ class _Options(NamedTuple):
 
 
 def _bands(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, num_q: int, num_k: int) -> Bands:
-    ends_q = integers(cu_seqlens_q)
-    ends_k = ends_q if cu_seqlens_k is None else integers(cu_seqlens_k)
+    ends_q = bounds_in("cu_seqlens_q", cu_seqlens_q)
+    ends_k = ends_q if cu_seqlens_k is None else bounds_in("cu_seqlens_k", cu_seqlens_k)
     _check(ends_q, ends_k, num_q, num_k)
     return Bands(ends_q, ends_k)
 
 
 def _check(ends_q: Sequence[int], ends_k: Sequence[int], num_q: int, num_k: int) -> None:
     if len(ends_q) != len(ends_k) or (ends_q[0], ends_q[-1], ends_k[0], ends_k[-1]) != (0, num_q, 0, num_k):
-        bounds = f"{list(ends_q)} and {list(ends_k)}"
+        bounds = f"{shown(ends_q)} and {shown(ends_k)}"
         raise ValueError(f"sequence boundaries {bounds} do not fit {num_q} queries and {num_k} keys")
     for i, (q0, q1, k0, k1) in enumerate(zip(ends_q, ends_q[1:], ends_k, ends_k[1:])):
         if not 0 <= q1 - q0 <= max(k1 - k0, 0):
