@@ -13,10 +13,14 @@ import torch
 from openk3.commands.flags import Doctor
 from openk3.commands.memory import GIB, total_memory
 from openk3.commands.runs import RUNS, newest_run
+from openk3.config.model import ConfigError
 from openk3.ops import backend
 
 PACKAGES = ("numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
-OPTIONAL = {"av": "video files (pip install av)"}
+OPTIONAL = {
+    "triton": "GPU kernels (comes with CUDA builds of torch)",
+    "av": "video files (pip install av)",
+}
 
 
 def run(flags: Doctor) -> None:
@@ -87,10 +91,18 @@ def version(package: str) -> str | None:
 
 
 def backends() -> list[tuple[str, str]]:
-    """The backend that each operator picks for a tensor on this machine's default device."""
+    """The backend that each operator picks for a tensor on this machine's default device, or why it can pick none."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sample = torch.zeros(1, device=device)
-    return [(op, f"{backend.pick(op, sample)} on {device}") for op in backend.IMPLEMENTATIONS]
+    return [(op, choice(op, sample)) for op in backend.IMPLEMENTATIONS]
+
+
+def choice(op: str, sample: torch.Tensor) -> str:
+    """The operator's backend in words; a choice of the environment that cannot be had is part of the report."""
+    try:
+        return f"{backend.pick(op, sample, name='the tensor')} on {sample.device.type}"
+    except ConfigError as error:
+        return f"ERROR: {error}"
 
 
 def runs() -> list[tuple[str, str]]:

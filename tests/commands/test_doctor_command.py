@@ -19,13 +19,36 @@ def test_report_names_machine_packages_and_backends(capsys: pytest.CaptureFixtur
         assert f"  {op:<16}reference" in text
 
 
-def test_forced_backend_that_does_not_exist_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("forced", "interpreted", "words"),
+    [
+        ("abacus", "0", "ERROR: OPENK3_BACKEND=abacus: kda on cpu has reference, triton"),
+        ("triton", "0", "ERROR: OPENK3_BACKEND=triton: kda cannot use its kernels here: "),
+    ],
+)
+def test_a_forced_backend_that_cannot_run_is_part_of_the_report(
+    forced: str, interpreted: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The environment variable is the user's too."""
-    monkeypatch.setenv("OPENK3_BACKEND", "abacus")
-    assert main(["doctor"]) == 2
-    assert "OPENK3_BACKEND=abacus" in capsys.readouterr().err
+    """The environment variable is the user's too: its fault stands where the choice would, and all else is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OPENK3_BACKEND", forced)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"Machine", "Packages", "Backends", "Runs"} <= set(lines)
+    assert next(line for line in lines if line.startswith("  kda")).split(maxsplit=1)[1].startswith(words)
+    norm = next(line for line in lines if line.startswith("  norm"))
+    assert ("ERROR" in norm) == (forced == "abacus")
+
+
+def test_the_version_of_triton_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels need it, and which one torch brought is the first question when they fail."""
+    installed = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda package: "3.6.0" if package == "triton" else installed(package))
+    assert main(["doctor"]) == 0
+    assert "  triton          3.6.0" in capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(doctor, "version", lambda package: None)
+    assert "needed only for GPU kernels (comes with CUDA builds of torch)" in dict(doctor.packages())["triton"]
 
 
 def test_missing_package_says_so() -> None:

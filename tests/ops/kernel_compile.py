@@ -171,6 +171,21 @@ def _compile(task: tuple[Any, ...]) -> dict[str, Any]:
     return compile_case(*task)
 
 
+def chosen(parser: argparse.ArgumentParser, names: list[str]) -> list[Path]:
+    """The files that are meant; exit code 2 and one line for a name that leads nowhere."""
+    paths: dict[Path, None] = {}
+    for name in names:
+        found = [Path(name).resolve()] if name.endswith(".py") else [p for p in kernel_files() if name in p.stem]
+        if name.endswith(".py") and not found[0].is_file():
+            parser.error(f"{name}: no such file")
+        if name.endswith(".py") and "def compile_cases(" not in found[0].read_text(encoding="utf-8"):
+            parser.error(f"{name}: has no compile_cases, which says what is compiled")
+        if not found:
+            parser.error(f"{name}: no module of kernels has that in its name, such as {kernel_files()[0].stem}")
+        paths |= dict.fromkeys(found)
+    return list(paths) if names else kernel_files()
+
+
 def main() -> None:
     """Compile what is asked for in two processes and print, or write as JSON, what it needs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,14 +195,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--cache", type=Path, help="read and write results of unchanged kernels here")
     arguments = parser.parse_args()
-    given = [Path(name).resolve() for name in arguments.modules if name.endswith(".py")]
-    wanted = [p for p in kernel_files() if not arguments.modules or any(n in p.stem for n in arguments.modules)]
+    paths = chosen(parser, arguments.modules)
     if arguments.sass:
         arguments.sass.mkdir(parents=True, exist_ok=True)
-    tasks = [
-        (*case, arguments.cache, arguments.sass)
-        for case in cases(given or wanted, arguments.arch or list(SHARED_LIMITS))
-    ]
+    tasks = [(*case, arguments.cache, arguments.sass) for case in cases(paths, arguments.arch or list(SHARED_LIMITS))]
+    if not tasks:
+        parser.error(f"{', '.join(p.stem for p in paths)}: nothing is compiled for these kinds of GPU; Gluon's need 90")
     results = []
     with multiprocessing.get_context("fork").Pool(2) as pool:
         for result in pool.imap(_compile, tasks):

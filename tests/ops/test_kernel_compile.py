@@ -157,3 +157,20 @@ def test_memory_of_barriers_is_theirs(tmp_path: Path) -> None:
     dead, kept = compiled(tmp_path, str(source), "--arch", "90")
     assert len(dead["warnings"]) == 1 and "the barrier at 0 may share its memory" in dead["warnings"][0]
     assert kept["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_such"], "no_such: no module of kernels has that in its name"),
+        (["prepare_kernel", "no_such"], "no_such: no module of kernels has that in its name"),
+        (["no/such.py"], "no/such.py: no such file"),
+        ([str(ROOT / "openk3" / "ops" / "norm.py")], "norm.py: has no compile_cases"),
+        (["prepare_gluon", "--arch", "80"], "prepare_gluon: nothing is compiled for these kinds of GPU"),
+    ],
+)
+def test_names_that_lead_nowhere(arguments: list[str], words: str) -> None:
+    """One line and exit code 2: nothing to compile is no success."""
+    result = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stdout == ""
+    assert words in result.stderr.splitlines()[-1] and "Traceback" not in result.stderr
