@@ -104,7 +104,7 @@ def plan_latents(pages: LatentPages, cu_seqlens_q: Tensor, heads: int, new_token
         from openk3.ops.mla import latent_gluon
 
         found = latent_gluon.settings(heads * new_tokens)
-        rows, block, programs = found["GROUPS"] * found["ROWS"], _HOPPER_BLOCK, 1
+        rows, block, programs = found["FIRST"] + found["SECOND"], _HOPPER_BLOCK, 1
     else:
         settings = latent_kernel.settings(heads * new_tokens, pages.memory.element_size(), _arch(device))
         rows, block, programs = settings.rows, settings.keys, settings.programs
@@ -226,13 +226,13 @@ def _by_gluon(
     from openk3.ops.mla import latent_gluon
 
     options = latent_gluon.settings(plan.rows * plan.parts)
-    shape = {name: options.pop(name) for name in ("ROWS", "GROUPS", "SLOTS")}
+    shape = {name: options.pop(name) for name in ("FIRST", "SECOND", "SLOTS")}
     sizes = (pages.num_pages, pages.page_tokens, pages.width)
     memory = Matrix(pages.memory, sizes, (pages.page_stride, pages.token_stride, 1), (1, plan.block, 64))
-    constants: dict[str, Any] = {"Q_STRIDES": _strides(queries), "ROWS": shape["ROWS"], "PARTS": plan.parts}
-    constants |= {"PAGE": _page_constant(pages, plan.block), "GROUPS": shape["GROUPS"], "SLOTS": shape["SLOTS"]}
+    constants: dict[str, Any] = {"Q_STRIDES": _strides(queries), "FIRST": shape["FIRST"], "SECOND": shape["SECOND"]}
+    constants |= {"PARTS": plan.parts, "PAGE": _page_constant(pages, plan.block), "SLOTS": shape["SLOTS"]}
     arguments = [memory, *queries, pages.page_NP, pages.length_N, cu_seqlens_q, plan.before, *outputs]
-    arguments += [scale * LOG2E, len(pages.length_N), queries[0].shape[1], pages.page_NP.stride(0)]
+    arguments += [scale * LOG2E, len(pages.length_N), queries[0].shape[1], pages.page_NP.stride(0), plan.runs]
     launch(latent_gluon.latent_gluon, plan.runs * plan.parts, arguments, constants, options)
 
 

@@ -3,8 +3,8 @@
 A copy warp brings blocks of 64 keys, a third of their channels at a time, into a ring of shared memory. A warpgroup of
 consumers takes 32 rows (16 if there are no more), and there are two of them if there are more rows: its scores are
 [keys, rows], and its context lies in eight accumulators of [64 channels, rows], so both products take the same latents
-as their left operand, once as they lie and once turned. Warpgroups need nothing of each other: while one makes
-probabilities, the other multiplies.
+as their left operand, once as they lie and once turned. Two warpgroups take turns at starting products, half a block
+apart: while one makes probabilities, the other multiplies.
 """
 
 from typing import Any
@@ -26,10 +26,17 @@ CHANNELS = 512  # of a latent, in eight pieces; the shared key is one more
 
 
 def settings(rows: int) -> dict[str, int]:
-    """Warpgroups and rows of each, slots of the ring (a third of a block each), and launch options."""
-    groups, each = (1, 16) if rows <= 16 else (1, 32) if rows <= 32 else (2, 32)
-    slots = (220_000 - groups * each * 2 * (CHANNELS + 2 * BLOCK)) // (3 * 2 * BLOCK * 64)
-    return {"GROUPS": groups, "ROWS": each, "SLOTS": slots, "num_warps": 4, "maxnreg": 128 if groups == 1 else 168}
+    """Rows of each warpgroup (there may be no second), slots of the ring (a third of a block each), launch options.
+
+    More than 64 rows are spread evenly over several programs, which read the same latents at about the same time.
+    """
+    if rows <= 32:
+        first, second = (16 if rows <= 16 else 32), 0
+    else:
+        parts = -(-rows // 64)
+        first, second = 32, -(-rows // parts // 16) * 16 - 32
+    slots = (230_000 - (first + second) * 2 * (CHANNELS + 2 * BLOCK)) // (3 * 2 * BLOCK * 64)
+    return {"FIRST": first, "SECOND": second, "SLOTS": slots, "num_warps": 4, "maxnreg": 168 if second else 128}
 
 
 @gluon.jit
@@ -86,17 +93,15 @@ def _produce(latent_d, ring_s, full, empty, page_ptr, before_ptr, place, PAGE: g
 
 
 @gluon.jit
-def _load_queries(
-    q_latent_ptr, q_shared_ptr, q_s, origin, head, live, Q_STRIDES: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def _load_queries(q_latent_ptr, q_shared_ptr, q_s, origin, head, live, Q_STRIDES: gl.constexpr):
     """A warpgroup's rows into shared memory, 64 channels at a time; zeros where there is no row."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     channel = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
     shared = q_shared_ptr + (origin * Q_STRIDES[2] + head * Q_STRIDES[3])[:, None] + channel[None, :]
     latent = q_latent_ptr + (origin * Q_STRIDES[0] + head * Q_STRIDES[1])[:, None] + channel[None, :]
-    q_s.index(9 * GROUP).store(gl.load(shared, mask=live[:, None], other=0.0))
+    q_s.index(0).store(gl.load(shared, mask=live[:, None], other=0.0))
     for piece in gl.static_range(8):
-        q_s.index(9 * GROUP + piece + 1).store(gl.load(latent + piece * 64, mask=live[:, None], other=0.0))
+        q_s.index(piece + 1).store(gl.load(latent + piece * 64, mask=live[:, None], other=0.0))
     fence_async_shared()
 
 
@@ -117,19 +122,20 @@ def _wipe(ring_s, slot, valid, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(ring_s, q_s, full, step, zero, SLOTS: gl.constexpr, GROUP: gl.constexpr):
-    """Scores of a block: nine pieces, as they arrive."""
+def _scores(ring_s, q_s, full, step, zero, SLOTS: gl.constexpr, WAIT: gl.constexpr):
+    """Start the products of a block's scores: nine pieces, as they arrive, or when all are there."""
     BLOCK: gl.constexpr = ring_s.shape[2]
     scores = zero
-    mine = _afresh(gl.to_tensor(9 * GROUP))
+    mine = _afresh(gl.to_tensor(0))
     for third in gl.static_range(3):
         slot = (step + third) % SLOTS
-        mbarrier.wait(full.index(slot), ((step + third) // SLOTS) & 1)
+        if WAIT:
+            mbarrier.wait(full.index(slot), ((step + third) // SLOTS) & 1)
         for piece in gl.static_range(3):
             keys = ring_s.index(slot * 3 + piece).reshape([BLOCK, 64])
             queries = q_s.index(mine + 3 * third + piece).permute((1, 0))
             scores = warpgroup_mma(keys, queries, scores, use_acc=third + piece > 0, is_async=True)
-    return warpgroup_mma_wait(0, (scores,))
+    return scores
 
 
 @gluon.jit
@@ -142,20 +148,27 @@ def _values(ring_s, slot, piece: gl.constexpr, probs_s, context, SLOTS: gl.const
 
 @gluon.jit
 def _step(
-    state, buffers, bars, step, at, rows, scale, zero, GROUP: gl.constexpr, LAST: gl.constexpr
+    state, buffers, bars, step, at, rows, scale, zero,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """A block of keys, from token `at` of the request on; LAST: not every row sees all of them."""
-    ring_s, q_s, all_probs_s = buffers
-    full, empty = bars
+    ring_s, q_s, probs_s = buffers
+    full, empty, turn = bars
     peak, sums, c0, c1, c2, c3, c4, c5, c6, c7 = state
-    row, heads, length, new = rows
+    row, first, heads, length, new = rows
     SLOTS: gl.constexpr = full.shape[0]
     BLOCK: gl.constexpr = ring_s.shape[2]
     slot = step % SLOTS
-    probs_s = all_probs_s.index(_afresh(gl.to_tensor(GROUP)))
-    scores = _scores(ring_s, q_s, full, step, zero, SLOTS, GROUP)
+    if GROUPS == 2:
+        for third in gl.static_range(3):
+            mbarrier.wait(full.index((step + third) % SLOTS), ((step + third) // SLOTS) & 1)
+        mbarrier.wait(turn.index(GROUP), 1)
+    scores = _scores(ring_s, q_s, full, step, zero, SLOTS, GROUPS == 1)
+    if GROUPS == 2:
+        mbarrier.arrive(turn.index(1 - GROUP), count=1)
+    scores = warpgroup_mma_wait(0, (scores,))
     if LAST:
-        seen = length - new + 1 + gl.minimum(row // heads, new - 1)
+        seen = length - new + 1 + gl.minimum((row + first) // heads, new - 1)
         key = at + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, zero.type.layout))
         scores = gl.where(key[:, None] < seen[None, :], scores, float("-inf"))
     largest = gl.maximum(peak, gl.max(scores, 0))
@@ -169,6 +182,8 @@ def _step(
     if LAST:
         _wipe(ring_s, slot, length - at, SLOTS)
     fence_async_shared()
+    if GROUPS == 2:
+        mbarrier.wait(turn.index(GROUP), 0)
     c0 = _values(ring_s, slot, 1, probs_s, c0 * shrink[None, :], SLOTS)
     c1 = _values(ring_s, slot, 2, probs_s, c1 * shrink[None, :], SLOTS)
     c2 = _values(ring_s, slot, 3, probs_s, c2 * shrink[None, :], SLOTS)
@@ -177,6 +192,8 @@ def _step(
     c5 = _values(ring_s, slot, 6, probs_s, c5 * shrink[None, :], SLOTS)
     c6 = _values(ring_s, slot, 7, probs_s, c6 * shrink[None, :], SLOTS)
     c7 = _values(ring_s, slot, 8, probs_s, c7 * shrink[None, :], SLOTS)
+    if GROUPS == 2:
+        mbarrier.arrive(turn.index(1 - GROUP), count=1)
     c0, c1 = warpgroup_mma_wait(6, (c0, c1))
     mbarrier.arrive(empty.index(slot), count=1)
     c2, c3, c4 = warpgroup_mma_wait(3, (c2, c3, c4))
@@ -197,13 +214,20 @@ def _put(contexts, share, pointer, row, live, C: gl.constexpr):
 
 
 @gluon.jit
+def _put_logs(log, pointer, row, zero):
+    """Write a number for each row, by the threads that hold channel 0: so no register says all along which they are."""
+    channel = gl.arange(0, 64, layout=gl.SliceLayout(1, zero.type.layout))[:, None]
+    gl.store(pointer + row[None, :] + channel * 0, log[None, :] + zero, mask=(channel == 0) & (row >= 0)[None, :])
+
+
+@gluon.jit
 def _consume(
     buffers, bars, inputs, outputs, work,
-    Q_STRIDES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+    Q_STRIDES: gl.constexpr, FIRST: gl.constexpr, TOTAL: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: its rows of all requests of a run."""
+    """A warpgroup: its rows of all requests of a run, from row FIRST on of a program's TOTAL."""
     ring_s, q_s, probs_s = buffers
-    full, empty = bars
+    full, empty, turn = bars
     place, scale, heads, part, runs, run = work
     q_latent_ptr, q_shared_ptr, length_ptr, cu_ptr, before_ptr = inputs
     out_ptr, part_ptr, log_ptr = outputs
@@ -214,10 +238,16 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     lines: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     zero = gl.zeros([64, ROWS], gl.float32, layout=layout)
-    first = (part * GROUPS + GROUP) * ROWS
-    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    first = part * TOTAL + FIRST
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     line = first + gl.arange(0, ROWS, layout=lines)
     step = gl.to_tensor(0)
+    some = block < last
+    if GROUPS == 2:
+        if GROUP == 1:
+            if some:  # the second one's turns are one ahead: it begins when the first one has had two
+                mbarrier.wait(turn.index(1), 0)
+                mbarrier.arrive(turn.index(0), count=1)
     while block < last:
         begin = gl.load(before_ptr + n)
         end = gl.load(before_ptr + n + 1)
@@ -228,86 +258,102 @@ def _consume(
         if stop > block:
             origin = (start + line // heads).to(gl.int64)
             there = line // heads < new
-            _load_queries(q_latent_ptr, q_shared_ptr, q_s, origin, line % heads, there, Q_STRIDES, GROUP)
+            _load_queries(q_latent_ptr, q_shared_ptr, q_s, origin, line % heads, there, Q_STRIDES)
         peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, layout))
         sums = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(0, layout))
         state = (peak, sums, zero, zero, zero, zero, zero, zero, zero, zero)
         whole = gl.minimum(begin + (length - new + 1) // BLOCK, stop)  # blocks that every row sees
-        rows = (row, heads, length, new)
+        rows = (row, first, heads, length, new)
         for j in range(block, whole):
-            state = _step(state, buffers, bars, step, (j - begin) * BLOCK, rows, scale, zero, GROUP, False)
+            state = _step(state, buffers, bars, step, (j - begin) * BLOCK, rows, scale, zero, GROUP, GROUPS, False)
             step += 3
         for j in range(gl.maximum(whole, block), stop):
-            state = _step(state, buffers, bars, step, (j - begin) * BLOCK, rows, scale, zero, GROUP, True)
+            state = _step(state, buffers, bars, step, (j - begin) * BLOCK, rows, scale, zero, GROUP, GROUPS, True)
             step += 3
         peak, sums, c0, c1, c2, c3, c4, c5, c6, c7 = state
         if stop > block:
             share = 1.0 / gl.where(sums == 0.0, 1.0, sums)
             contexts = (c0, c1, c2, c3, c4, c5, c6, c7)
-            live = row // heads < new
-            if (begin == block) & (stop == end):
-                _put(contexts, share, out_ptr, (start * heads + row).to(gl.int64), live, C)
+            start = gl.load(cu_ptr + n)  # once more, not kept in registers meanwhile
+            mine = row + first
+            live = mine // heads < gl.load(cu_ptr + n + 1) - start
+            if (gl.load(before_ptr + n) == block) & (stop == gl.load(before_ptr + n + 1)):
+                _put(contexts, share, out_ptr, (start * heads + mine).to(gl.int64), live, C)
             else:
-                slot_row = ((part * (runs + N) + run + n) * GROUPS + GROUP).to(gl.int64) * ROWS + (row - first)
+                slot_row = (part * (_afresh(runs) + N) + run + n).to(gl.int64) * TOTAL + FIRST + row
                 _put(contexts, share, part_ptr, slot_row, live, C)
-                gl.store(log_ptr + slot_row, gl.where(sums == 0.0, float("-inf"), peak * scale + gl.log2(sums)))
+                _put_logs(gl.where(sums == 0.0, float("-inf"), peak * scale + gl.log2(sums)), log_ptr, slot_row, zero)
         block = gl.maximum(stop, block)
         n += 1
+    if GROUPS == 2:
+        if GROUP == 0:
+            if some:
+                mbarrier.arrive(turn.index(1), count=1)
 
 
 @gluon.jit(
-    do_not_specialize=["N", "heads", "page_row"],
+    do_not_specialize=["N", "heads", "page_row", "runs"],
     do_not_specialize_on_alignment=["length_ptr", "cu_ptr", "before_ptr", "page_ptr"],
 )
 def latent_gluon(
     latent_d, q_latent_ptr, q_shared_ptr, page_ptr, length_ptr, cu_ptr, before_ptr, out_ptr, part_ptr, log_ptr,
-    scale, N, heads, page_row,
-    Q_STRIDES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, PAGE: gl.constexpr, GROUPS: gl.constexpr,
+    scale, N, heads, page_row, runs,
+    Q_STRIDES: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, PARTS: gl.constexpr, PAGE: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """As `latent_kernel`, with GROUPS * ROWS rows a program; latents of 512 + 64 values in pages of whole blocks."""
+    """As `latent_kernel`, with FIRST + SECOND rows a program; latents of 512 + 64 values in pages of whole blocks."""
     io: gl.constexpr = gl.bfloat16
     BLOCK: gl.constexpr = latent_d.block_type.shape[1]
     part = gl.program_id(0) % PARTS
     run = gl.program_id(0) // PARTS
-    runs = gl.num_programs(0) // PARTS
     before_ptr += part * (N + 1)
     total = gl.load(before_ptr + N).to(gl.int64)
     used = gl.maximum(gl.minimum(total, runs), 1)  # each of these has a block at least
     block = (gl.minimum(run, used) * total // used).to(gl.int32)
     last = (gl.minimum(run + 1, used) * total // used).to(gl.int32)
     n = _request_of(before_ptr, N, block)
-    pieces: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 64], io)
-    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, ROWS], io)
+    GROUPS: gl.constexpr = 1 if SECOND == 0 else 2
+    pieces: gl.constexpr = gl.NVMMASharedLayout.get_default_for([FIRST, 64], io)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, FIRST], io)
     ring_s = gl.allocate_shared_memory(io, [3 * SLOTS, 1, BLOCK, 64], latent_d.layout)
-    q_s = gl.allocate_shared_memory(io, [9 * GROUPS, ROWS, 64], pieces)
-    probs_s = gl.allocate_shared_memory(io, [GROUPS, BLOCK, ROWS], narrow)
+    q_s = gl.allocate_shared_memory(io, [9, FIRST, 64], pieces)
+    probs_s = gl.allocate_shared_memory(io, [BLOCK, FIRST], narrow)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    turn = empty
+    if GROUPS == 2:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(turn.index(0), count=1)
+        mbarrier.init(turn.index(1), count=1)
     fence_async_shared()
     inputs = (q_latent_ptr, q_shared_ptr, length_ptr, cu_ptr, before_ptr)
     outputs = (out_ptr, part_ptr, log_ptr)
     place = (N, page_row, block, last, n)
     buffers = (ring_s, q_s, probs_s)
-    bars = (full, empty)
+    bars = (full, empty, turn)
     work = (place, scale, heads, part, runs, run)
-    if GROUPS == 1:
+    if SECOND == 0:
         gl.warp_specialize(
             [
-                (_consume, (buffers, bars, inputs, outputs, work, Q_STRIDES, 0, GROUPS)),
+                (_consume, (buffers, bars, inputs, outputs, work, Q_STRIDES, 0, FIRST, 0, 1)),
                 (_produce, (latent_d, ring_s, full, empty, page_ptr, before_ptr, place, PAGE)),
             ],
             [1],
             [24],
         )
     else:
+        pieces2: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SECOND, 64], io)
+        narrow2: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, SECOND], io)
+        q2_s = gl.allocate_shared_memory(io, [9, SECOND, 64], pieces2)
+        probs2_s = gl.allocate_shared_memory(io, [BLOCK, SECOND], narrow2)
+        buffers2 = (ring_s, q2_s, probs2_s)
         gl.warp_specialize(
             [
-                (_consume, (buffers, bars, inputs, outputs, work, Q_STRIDES, 0, GROUPS)),
-                (_consume, (buffers, bars, inputs, outputs, work, Q_STRIDES, 1, GROUPS)),
+                (_consume, (buffers, bars, inputs, outputs, work, Q_STRIDES, 0, FIRST + SECOND, 0, 2)),
+                (_consume, (buffers2, bars, inputs, outputs, work, Q_STRIDES, FIRST, FIRST + SECOND, 1, 2)),
                 (_produce, (latent_d, ring_s, full, empty, page_ptr, before_ptr, place, PAGE)),
             ],
             [4, 1],
@@ -316,16 +362,22 @@ def latent_gluon(
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launcher compiles for 96, 24 and 8 heads."""
+    """What the launcher compiles for 96, 64, 24 and 8 heads."""
     cases = []
-    for heads in (96, 24, 8):
+    for heads in (96, 64, 24, 8):
         options = settings(heads)
-        shape = {name: options.pop(name) for name in ("GROUPS", "ROWS", "SLOTS")}
+        shape = {name: options.pop(name) for name in ("FIRST", "SECOND", "SLOTS")}
         given: dict[str, Any] = {"latent_d": block_type((1, BLOCK, 64))}
         given |= {"q_latent_ptr": "*bf16", "q_shared_ptr": "*bf16"}
         given |= {f"{name}_ptr": "*i32:1" for name in ("page", "length", "cu", "before")}
         given |= {f"{name}_ptr": "*fp32" for name in ("out", "part", "log")} | {"scale": "fp32"}
-        given |= {"N": "i32", "heads": "i32", "page_row": "i32", "Q_STRIDES": (heads * 512, 512, heads * 192, 192)}
-        given |= {"PARTS": -(-heads // (shape["GROUPS"] * shape["ROWS"])), "PAGE": 6144}
+        given |= {
+            "N": "i32",
+            "heads": "i32",
+            "page_row": "i32",
+            "runs": "i32",
+            "Q_STRIDES": (heads * 512, 512, heads * 192, 192),
+        }
+        given |= {"PARTS": -(-heads // (shape["FIRST"] + shape["SECOND"])), "PAGE": 6144}
         cases.append((latent_gluon, given | shape, options))
     return cases
