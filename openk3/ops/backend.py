@@ -33,6 +33,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHANNELS = (16, 32, 64, 128)  # of a head, for the KDA kernels
+_NOTHING = nullcontext()
 
 
 def pick(
@@ -104,7 +105,16 @@ def prefers_gluon(device: torch.device) -> bool:
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Kernels launched inside run on x's device, whichever is current outside."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+    device = x.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+@lru_cache(maxsize=8)
+def multiprocessors(device: torch.device) -> int:
+    """How many a CUDA device has; remembered, because torch takes its time to say."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _obstacle(x: Tensor, name: str, channels: Sequence[int], bounded: bool, *, interpret: bool) -> str | None:

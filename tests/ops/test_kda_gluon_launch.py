@@ -15,9 +15,10 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 
 from openk3.ops import KdaGate  # noqa: E402
 from openk3.ops.kda import gluon_launch, prepare_gluon, prepare_kernel  # noqa: E402
-from openk3.ops.kda.gluon_launch import fits, launch, matrix  # noqa: E402
-from openk3.ops.kda.prepare_kernel import Workspace, prepare  # noqa: E402
+from openk3.ops.kda.gluon_launch import fits, launch, matrix, tiles_of  # noqa: E402
+from openk3.ops.kda.prepare_kernel import prepare  # noqa: E402
 from openk3.ops.kda.tiles import tile_table  # noqa: E402
+from openk3.ops.kda.workspace import CutWorkspace, Workspace  # noqa: E402
 
 
 class Kernel:
@@ -195,3 +196,46 @@ def test_the_short_way_to_the_driver_passes_what_triton_passes(monkeypatch: pyte
         assert len(passed) == 4 and passed[0] == passed[1] == passed[2] == passed[3]
         assert encoded == ([x.data_ptr(), y.data_ptr()] if encodings else [])
         passed.clear()
+
+
+def test_arguments_in_groups_are_those_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces of two kinds give a kernel the same; tiles at new addresses are encoded, others are remembered."""
+    passed: list[tuple[Any, ...]] = []
+    encoded: list[int] = []
+
+    def encode(x: Any, encoding: str) -> list[Any]:
+        encoded.append(x.base.data_ptr())
+        return [f"{encoding} at {x.base.data_ptr()}", *x.shape, *x.strides]
+
+    monkeypatch.setattr(gluon_launch, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(gluon_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=abs)))
+    cut = [CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rest=True) for _ in range(2)]
+    v = torch.zeros(64, 384, dtype=torch.bfloat16)
+    for rest in (True, False):
+        monkeypatch.setattr(gluon_launch, "_encodings", {})
+        names = [str(n) for n in range(9 if rest else 8)]
+        compiled = gluon_launch._Compiled("kernel", lambda *xs: passed.append(xs), tuple(names), ())
+        for w in (*cut, *cut):
+            plain = Workspace(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, w.kr_rest)
+            for given in (w, plain):
+                compiled.run(7, 0, [*tiles_of(given, rest=rest), matrix(v, 384, (32, 128)), 5], [128])
+            assert passed[-1] == passed[-2] and len(passed[-1]) == 4 + 5 * len(names) + (0 if rest else 1) + 2
+            assert passed[-1][4:7] == (f"0 at {w.nkd.data_ptr()}", 192, 128)
+            assert passed[-1][-7:] == (f"{len(names) - 1} at {v.data_ptr()}", 64, 384, 384, 1, 5, 128)
+            (pointers,) = gluon_launch.separate([prepare_gluon.pointers(w)])[3:4]
+            assert pointers is w.kr_rest
+    assert encoded.count(v.data_ptr()) == 2 and encoded.count(cut[0].decay.data_ptr()) == 4
+
+
+def test_a_workspace_is_cut_into_tensors_that_do_not_meet() -> None:
+    """All of both allocations, each tensor aligned for the copy engine."""
+    w = CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rest=True)
+    names = ("nkd", "qd", "kr", "inv", "mqk", "kr_rest", "decay", "beta")
+    for number, name in enumerate(names):
+        getattr(w, name).fill_(number)
+    assert all((getattr(w, name) == number).all() for number, name in enumerate(names))
+    assert sum(getattr(w, name).numel() for name in names) == w.narrow.numel() + w.wide.numel()
+    assert w.movable and w.sizes == workspace().sizes == (2, 3, 32, 128)
+    assert CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rest=False).kr_rest is None
+    with pytest.raises(AttributeError):
+        w.nothing  # noqa: B018

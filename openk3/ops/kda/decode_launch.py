@@ -31,7 +31,7 @@ def step(tokens: Tokens, gate: KdaGate, state_SHKV: Tensor, slot_N: Tensor, into
         "next_ptr": into_SHKV,
         "slot_ptr": _index(slot_N),
     }
-    _launch("step_kernel", arguments, len(slot_N), state_SHKV, tokens_ND)
+    _launch("step_kernel", arguments, slot_N.shape[0], state_SHKV, tokens_ND)
     return o_NHV
 
 
@@ -48,7 +48,7 @@ def decode(
     arguments = _of_layer(weights, pool) | _of_outputs(projected, output_gate_NC, weights)
     _check_contiguous("into", *into.tensors())
     arguments |= {"into": into.tensors(), "slot_ptr": _index(slot_N)}
-    _launch("decode_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
+    _launch("decode_kernel", arguments, slot_N.shape[0], pool.state_SHKV, projected.tensors())
     return arguments["y_ptr"]
 
 
@@ -68,7 +68,7 @@ def verify(
     arguments |= _of_old(projected if kept is None else kept)
     arguments |= {"slot_ptr": _index(slot_N), "bounds_ptr": _index(cu_seqlens), "accepted_ptr": _index(accepted_N)}
     arguments |= {"REPLAY": accepted_N is not None, "VERIFY": True}
-    _launch("draft_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
+    _launch("draft_kernel", arguments, slot_N.shape[0], pool.state_SHKV, projected.tensors())
     return arguments["y_ptr"]
 
 
@@ -87,7 +87,7 @@ def replay(
     arguments |= {"gate_ptr": None, "gate_stride": 0, "y_ptr": None}
     arguments |= {"slot_ptr": _index(slot_N), "bounds_ptr": _index(cu_seqlens), "accepted_ptr": _index(accepted_N)}
     arguments |= {"REPLAY": True, "VERIFY": False}
-    _launch("draft_kernel", arguments, len(slot_N), pool.state_SHKV, projected.tensors())
+    _launch("draft_kernel", arguments, slot_N.shape[0], pool.state_SHKV, projected.tensors())
 
 
 def _launch(
@@ -108,7 +108,8 @@ def _launch(
 
 def _kernels_for(inputs: tuple[Tensor, ...], windows: tuple[Tensor, ...], K: int, V: int) -> ModuleType:
     """Gluon's kernels take q, k, v and decay logits of one format, and windows of four taps of one format."""
-    alike = len({x.dtype for x in inputs[:4]}) == 1 and len({x.dtype for x in windows}) <= 1
+    q, k, v, logit = [x.dtype for x in inputs[:4]]
+    alike = q == k == v == logit and all(x.dtype == windows[0].dtype for x in windows)
     if alike and K == V == 128 and all(x.shape[2] == 4 for x in windows) and prefers_gluon(inputs[0].device):
         from openk3.ops.kda import decode_gluon
 
@@ -129,7 +130,7 @@ def _of_layer(weights: DecodeWeights, pool: DecodePool) -> dict[str, Any]:
 
 def _of_gate(gate: KdaGate) -> dict[str, Any]:
     parameters = {"A_log_ptr": gate.A_log_H.contiguous(), "dt_bias_ptr": gate.dt_bias_HK.contiguous()}
-    return parameters | {"H": len(gate.A_log_H), "BOUND": gate.lower_bound}
+    return parameters | {"H": gate.A_log_H.shape[0], "BOUND": gate.lower_bound}
 
 
 def _of_outputs(projected: Projected, output_gate_TC: Tensor, weights: DecodeWeights) -> dict[str, Any]:
@@ -157,14 +158,16 @@ def _of_old(drafts: Projected) -> dict[str, Any]:
 
 def _index(x: Tensor | None) -> Tensor | None:
     """Slots, bounds or counts in the one format that kernels are compiled for."""
-    return None if x is None else x.to(torch.int32).contiguous()
+    return None if x is None else x.int().contiguous()
 
 
 def _strides(name: str, *tensors: Tensor) -> tuple[int, ...]:
     """Of rows; their elements lie side by side."""
-    if any(x.stride(1) != 1 and x.shape[1] != 1 for x in tensors):
-        raise ValueError(f"{name}: the elements of a row must lie side by side")
-    return tuple(x.stride(0) for x in tensors)
+    strides = [x.stride() for x in tensors]
+    for x, (_, inner) in zip(tensors, strides):
+        if inner != 1 and x.shape[1] != 1:
+            raise ValueError(f"{name}: the elements of a row must lie side by side")
+    return tuple([outer for outer, _ in strides])
 
 
 def _check_contiguous(name: str, *tensors: Tensor) -> None:

@@ -7,10 +7,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from openk3.ops.kda.prepare_kernel import Workspace, prepare
+from openk3.ops.backend import multiprocessors
+from openk3.ops.kda.prepare_kernel import prepare
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
 from openk3.ops.kda.tiles import CHUNK, Span, Tiles, tile_table
+from openk3.ops.kda.workspace import Workspace
 
 _SLAB_TILES = 2**17  # tiles times heads whose workspace is held at a time: 29 kB each
 
@@ -40,10 +42,7 @@ def make_plan(
     Parts have at most `part_tiles` tiles (None: as many as a workspace may hold). Remembered.
     """
     counts = [-(-(b - a) // CHUNK) for a, b in zip(bounds, bounds[1:])]
-    multiprocessors = 0
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    best = split_tiles(counts, heads, multiprocessors)
+    best = split_tiles(counts, heads, multiprocessors(device) if device.type == "cuda" else 0)
     limits = [x for x in (best, part_tiles, max(1, _SLAB_TILES // max(1, heads))) if x is not None]
     most = min(limits) if max(counts, default=0) > min(limits) else None
     tiles = tile_table(bounds, device, checkpoints=checkpoints, part_tiles=most)
@@ -139,10 +138,12 @@ def _forward_in_slabs(
         if split:
             maps.append(scan_maps(workspace, v_THV, span))
             fold(maps[-1], saved, state_NHKV, tiles=tiles, parts=(low, high))
-        scan(workspace, v_THV, span, saved[low:high], ScanOutputs(o=o_THV, final=leaving[low:high], saved=saved))
+        entering, final = (saved[low:high], leaving[low:high]) if len(slabs) > 1 else (saved, leaving)
+        scan(workspace, v_THV, span, entering, ScanOutputs(o=o_THV, final=final, saved=saved))
     final_NHKV = leaving[-1:] if tiles.num_sequences == 1 else leaving.index_select(0, tiles.last_part_N)
     joined = torch.cat(maps) if len(maps) > 1 else (maps[0] if maps else None)
-    return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, leaving), saved[: tiles.num_parts], joined)
+    entering = saved if tiles.num_saved == tiles.num_parts else saved[: tiles.num_parts]
+    return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, leaving), entering, joined)
 
 
 def _prepare(tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span) -> Workspace:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openk3.ops.backend import check_kernels, on_device
+from openk3.ops.backend import check_kernels, multiprocessors, on_device
 from openk3.ops.kda.fused import Forward, Plan, fused_forward, make_plan
 from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients, tile_gradients
-from openk3.ops.kda.prepare_kernel import Workspace, prepare
-from openk3.ops.kda.reference import KdaGate, check_gate, check_tokens, initial_states
+from openk3.ops.kda.prepare_kernel import prepare
+from openk3.ops.kda.reference import KdaGate, check_gate, check_states, check_tokens
 from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
 from openk3.ops.kda.scan_kernel import ScanOutputs, scan
 from openk3.ops.kda.tiles import Span
+from openk3.ops.kda.workspace import Workspace
 from openk3.ops.sequences import sequence_bounds, whole_numbers
 
 SLAB_TILES = 2**14  # tiles times heads of a slab: 32 kB each of states and of their gradients, and half of that besides
@@ -73,7 +74,8 @@ def checkpointed_kda(
     bounds = sequence_bounds(cu_seqlens, q_THK.shape[0])
     state = state_NHKV
     if state is not None:
-        state = initial_states(state, len(bounds) - 1, k_THK, v_THV[:0].float()).contiguous()
+        check_states(state, len(bounds) - 1, k_THK, v_THV)
+        state = state.float().contiguous()
     logit_THK = decay_logit_THK
     parameters = (gate.A_log_H, gate.dt_bias_HK)
     given = (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH, *parameters, state)
@@ -82,11 +84,13 @@ def checkpointed_kda(
     channels_H2K = None
     if keep and any(x.requires_grad for x in parameters):
         logit_THK, channels_H2K = _GateParameters.apply(logit_THK, *parameters)
-    q, k, v, logit, beta = (x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH))
-    fixed = KdaGate(gate.A_log_H.detach().contiguous(), gate.dt_bias_HK.detach().contiguous(), gate.lower_bound)
+    q, k, v, logit, beta = [x.contiguous() for x in (q_THK, k_THK, v_THV, logit_THK, beta_logit_TH)]
     if keep:
+        fixed = KdaGate(gate.A_log_H.detach().contiguous(), gate.dt_bias_HK.detach().contiguous(), gate.lower_bound)
         return _FusedKda.apply(plan, fixed, channels_H2K, q, k, v, logit, beta, state)
-    result = _forward(plan, fixed, (q, k, v, logit, beta), state)
+    if not (gate.A_log_H.is_contiguous() and gate.dt_bias_HK.is_contiguous()):
+        gate = KdaGate(gate.A_log_H.contiguous(), gate.dt_bias_HK.contiguous(), gate.lower_bound)
+    result = _forward(plan, gate, (q, k, v, logit, beta), state)
     return result.o_THV, result.final_NHKV, result.checkpoints_MHKV
 
 
@@ -96,7 +100,7 @@ def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], 
     plan = make_plan(bounds, heads, device, checkpoints=checkpoints, part_tiles=_room(heads) if keep else None)
     if not (keep and plan.split):
         return plan
-    pieces = -(-torch.cuda.get_device_properties(device).multi_processor_count // heads)
+    pieces = -(-multiprocessors(device) // heads)
     return make_plan(bounds, heads, device, checkpoints=checkpoints, part_tiles=max(1, _room(heads) // pieces))
 
 
@@ -190,10 +194,10 @@ class _Backward:
         q, k, v, logit, beta = self.tokens
         span = self.plan.tiles.slab(low, high)
         workspace = prepare(q, k, logit, beta, self.gate, span=span, backward=True)
-        (X, H, C, K), V = workspace.qd.shape, v.shape[2]
+        (X, H, C, K), V = workspace.sizes, v.shape[2]
         states, d_states = workspace.qd.new_empty(2, X, H, V, K)
         writes = workspace.qd.new_empty(span.num_tokens, H, V)
-        along = workspace.beta.new_empty(X, H, V // 16, C)
+        along = states.new_empty(X, H, V // 16, C, dtype=torch.float32)
         entering = None if self.entering_PHKV is None else self.entering_PHKV[low:high]
         scan(workspace, v, span, entering, ScanOutputs(r=writes, states=states))
         d_leaving, d_entering = self._leaving(low, high, workspace, span, d_o_THV=d_o_THV, d_state_NHKV=d_state_NHKV)

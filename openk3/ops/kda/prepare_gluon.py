@@ -9,7 +9,6 @@ block, those that the next block on this multiprocessor begins with.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openk3.ops.backend import multiprocessors
 from openk3.ops.kda import gluon_launch
+from openk3.ops.kda.workspace import CutWorkspace, copyable
 from openk3.ops.norm import L2_EPS
 
 SLOTS = 4  # tiles and heads of a block: one for each of its warps
@@ -30,15 +31,25 @@ BLOCKS = 3  # on a multiprocessor at a time
 
 def fits(*rows_THK: Tensor) -> bool:
     """Whether the kernel takes these q, k and decay logits: 16 bits a value, at addresses that allow wide accesses."""
-    return all(x.element_size() == 2 and gluon_launch.copyable(x) for x in rows_THK)
+    return all(x.element_size() == 2 and copyable(x) for x in rows_THK)
+
+
+def pointers(w: CutWorkspace) -> gluon_launch.Group:
+    """The eight tensors of a workspace as arguments, in the order of the Triton kernel."""
+
+    def tensors() -> tuple[Tensor | None, ...]:
+        return w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta
+
+    narrow, wide, dtype, rest, _ = w.place
+    return gluon_launch.Group(("pointers", dtype, rest, (narrow | wide) % 16), w.place, tensors)
 
 
 def launch(arguments: tuple[Any, ...], total: int, *, K: int, C: int) -> None:
-    """Run on the arguments of the Triton kernel, in its order, for X * H = total tiles and heads."""
+    """Run on the arguments of the Triton kernel, in its order or in groups, for X * H = total tiles and heads."""
     q_THK, k_THK, logit_THK, *others = arguments
     logits = gluon_launch.matrix(logit_THK, logit_THK.shape[1] * K, (C, K))
     constants = {"K": K, "C": C, "SLOTS": SLOTS}
-    ahead = SLOTS * BLOCKS * torch.cuda.get_device_properties(q_THK.device).multi_processor_count
+    ahead = SLOTS * BLOCKS * multiprocessors(q_THK.device)
     values = (q_THK, k_THK, logit_THK, logits, *others, total, ahead)
     gluon_launch.launch(prepare_gluon, -(-total // SLOTS), values, constants, settings())
 

@@ -8,7 +8,6 @@ so that nothing depends on the gates of later tokens.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +18,10 @@ from torch import Tensor
 from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
+from openk3.ops.kda.workspace import CutWorkspace, Workspace
 from openk3.ops.norm import L2_EPS
 
 _LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the scans read, for X tiles of C tokens. kd is stored negated, so that scans only ever add products."""
-
-    nkd: Tensor  # [X, H, C, K]
-    qd: Tensor  # [X, H, C, K]
-    kr: Tensor  # [X, H, C, K]
-    inv: Tensor  # [X, H, C, C]
-    mqk: Tensor  # [X, H, C, C]
-    decay: Tensor  # [X, H, K] float32
-    beta: Tensor  # [X, H, C] float32, zero behind a tile's last token
-    kr_rest: Tensor | None = None  # [X, H, C, K]: what rounding left of kr, for reverse scans; None in float32
 
 
 def workspace_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,46 +47,22 @@ def prepare(
     X, C = span.num_tiles, span.chunk
     dtype = workspace_dtype(q_THK.dtype)
     rest = backward and dtype != torch.float32
-    workspace = _empty_workspace((X, H, C, K), dtype, q_THK.device, rest=rest)
+    w = CutWorkspace((X, H, C, K), dtype, q_THK.device, rest=rest)
     if X * H == 0:
-        return workspace
+        return w
     assert gate.lower_bound is not None
-    w = workspace
     bound = gate.lower_bound * _LOG2E
-    arguments = (
-        *(q_THK, k_THK, decay_logit_THK, beta_logit_TH, gate.A_log_H, gate.dt_bias_HK),
-        *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, span.start_X, span.length_X),
-        *(bound, float(round(bound * C / 2)), K**-0.5, H),
-    )
+    tokens = (q_THK, k_THK, decay_logit_THK, beta_logit_TH, gate.A_log_H, gate.dt_bias_HK)
+    others = (span.start_X, span.length_X, bound, float(round(bound * C / 2)), K**-0.5, H)
     if dtype == torch.bfloat16 and (K, C) == (128, 32) and prefers_gluon(q_THK.device):
         from openk3.ops.kda import prepare_gluon
 
         if prepare_gluon.fits(q_THK, k_THK, decay_logit_THK):
-            prepare_gluon.launch(arguments, X * H, K=K, C=C)
-            return workspace
-    prepare_kernel[(X * H,)](*arguments, K=K, C=C, EXACT=dtype == torch.float32, **settings())
-    return workspace
-
-
-def _empty_workspace(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, rest: bool
-) -> Workspace:
-    """Two allocations cut into seven or eight tensors, which takes the host half as long as one for each."""
-    X, H, C, K = shape
-    rows, matrix = X * H * C * K, X * H * C * C
-    narrow = torch.empty((4 if rest else 3) * rows + 2 * matrix, dtype=dtype, device=device)
-    wide = torch.empty(X * H * (K + C), dtype=torch.float32, device=device)
-    row_strides, matrix_strides = (H * C * K, C * K, K, 1), (H * C * C, C * C, C, 1)
-    return Workspace(
-        nkd=narrow.as_strided(shape, row_strides),
-        qd=narrow.as_strided(shape, row_strides, rows),
-        kr=narrow.as_strided(shape, row_strides, 2 * rows),
-        inv=narrow.as_strided((X, H, C, C), matrix_strides, 3 * rows),
-        mqk=narrow.as_strided((X, H, C, C), matrix_strides, 3 * rows + matrix),
-        decay=wide.as_strided((X, H, K), (H * K, K, 1)),
-        beta=wide.as_strided((X, H, C), (H * C, C, 1), X * H * K),
-        kr_rest=narrow.as_strided(shape, row_strides, 3 * rows + 2 * matrix) if rest else None,
-    )
+            prepare_gluon.launch((*tokens, prepare_gluon.pointers(w), *others), X * H, K=K, C=C)
+            return w
+    outputs = (w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta)
+    prepare_kernel[(X * H,)](*tokens, *outputs, *others, K=K, C=C, EXACT=dtype == torch.float32, **settings())
+    return w
 
 
 def settings() -> dict[str, int]:

@@ -74,6 +74,8 @@ def check_tokens(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: T
     """Raise ValueError unless the five agree in tokens, heads, key channels and device, and in float64 or not."""
     names = ("q_THK", "k_THK", "v_THV", "decay_logit_THK", "beta_logit_TH")
     check_tensors(*zip(names, (q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH)))
+    if _alike(q_THK, k_THK, v_THV, decay_logit_THK, beta_logit_TH):
+        return
     if q_THK.ndim != 3:
         raise ValueError(
             f"q_THK: expected [tokens, heads, key channels], got {list(q_THK.shape)};"
@@ -111,6 +113,20 @@ def check_kind(gate: KdaGate) -> None:
     check_tensors(("KDA gate: A_log_H", gate.A_log_H), ("KDA gate: dt_bias_HK", gate.dt_bias_HK))
 
 
+def _alike(q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay_logit_THK: Tensor, beta_logit_TH: Tensor) -> bool:
+    """Whether all are of one format and as many channels: what is usual, and seen sooner than what may be wrong."""
+    shape, dtype = q_THK.shape, q_THK.dtype
+    return (
+        len(shape) == 3
+        and 0 not in shape[1:]
+        and k_THK.shape == v_THV.shape == decay_logit_THK.shape == shape
+        and beta_logit_TH.shape == shape[:2]
+        and dtype in _FORMATS
+        and k_THK.dtype == v_THV.dtype == decay_logit_THK.dtype == beta_logit_TH.dtype == dtype
+        and k_THK.device == v_THV.device == decay_logit_THK.device == beta_logit_TH.device == q_THK.device
+    )
+
+
 def check_gate(logit_THK: Tensor, gate: KdaGate) -> None:
     """Raise ValueError unless the gate's parameters are [H] and [H, K] for logits [..., H, K], on their device."""
     check_kind(gate)
@@ -133,17 +149,22 @@ def initial_states(state_NHKV: Tensor | None, num_sequences: int, k_THK: Tensor,
 
     Raises ValueError if the given ones are not floating point of that shape on v's device.
     """
-    shape = (num_sequences, *k_THK.shape[1:], v_THV.shape[2])
     if state_NHKV is None:
-        return v_THV.new_zeros(shape)
+        return v_THV.new_zeros(num_sequences, *k_THK.shape[1:], v_THV.shape[2])
+    check_states(state_NHKV, num_sequences, k_THK, v_THV)
+    return state_NHKV.to(v_THV.dtype)
+
+
+def check_states(state_NHKV: Tensor, num_sequences: int, k_THK: Tensor, v_THV: Tensor) -> None:
+    """Raise ValueError unless states before N sequences are floating point [N, H, K, V] on v's device."""
     check_tensors(("state_NHKV", state_NHKV))
+    shape = (num_sequences, *k_THK.shape[1:], v_THV.shape[2])
     if state_NHKV.shape != shape:
         raise ValueError(f"state_NHKV: expected {list(shape)} for these tokens, got {list(state_NHKV.shape)}")
     if state_NHKV.device != v_THV.device or not state_NHKV.is_floating_point():
         raise ValueError(
             f"state_NHKV: must be floating point on {v_THV.device}, got {state_NHKV.dtype} on {state_NHKV.device}"
         )
-    return state_NHKV.to(v_THV.dtype)
 
 
 @at_full_precision

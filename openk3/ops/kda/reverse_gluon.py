@@ -14,11 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openk3.ops.kda.gluon_launch import block_type, launch, matrix
-from openk3.ops.kda.prepare_kernel import Workspace
+from openk3.ops.kda.gluon_launch import block_type, launch, matrix, tiles_of
 from openk3.ops.kda.reverse_kernel import ReverseOutputs
 from openk3.ops.kda.scan_gluon import ROWS, put_states, put_tokens
 from openk3.ops.kda.tiles import Span
+from openk3.ops.kda.workspace import Workspace
 
 
 def reverse_scan(
@@ -32,16 +32,14 @@ def reverse_scan(
 ) -> None:
     """As `reverse_kernel.reverse_scan`, for bfloat16 and K = V = 128."""
     _, H, V = d_o_THV.shape
-    w, out, C, K = workspace, outputs, span.chunk, workspace.qd.shape[3]
+    out, (_, _, C, K) = outputs, workspace.sizes
     if span.num_tiles * H == 0:
         return
     options = settings()
     constants = {"K": K, "V": V, "C": C, "STAGES": options.pop("STAGES")}
-    assert w.kr_rest is not None
-    tiles = [matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr, w.kr_rest)]
-    tiles += [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
+    assert workspace.kr_rest is not None
     arguments = [
-        *(*tiles, matrix(w.decay, K, (1, K)), matrix(w.beta, C, (1, C)), matrix(d_o_THV, H * V, (C, V))),
+        *(*tiles_of(workspace, rest=True), matrix(d_o_THV, H * V, (C, V))),
         None if out.along is None or v_THV is None else matrix(v_THV, H * V, (C, V)),
         None if out.d_states is None else matrix(out.d_states, K, (ROWS, K)),
         *(out.d_v, out.along, d_leaving_PHKV, out.d_entering),

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from openk3.ops.kda.gluon_launch import fits
-from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.scan_kernel import compute_capability
 from openk3.ops.kda.tiles import Span
+from openk3.ops.kda.workspace import Workspace
 
 
 @dataclass(frozen=True)

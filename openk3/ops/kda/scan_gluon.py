@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openk3.ops.kda.gluon_launch import block_type, launch, matrix
-from openk3.ops.kda.prepare_kernel import Workspace
+from openk3.ops.kda.gluon_launch import block_type, launch, matrix, tiles_of
 from openk3.ops.kda.scan_kernel import ScanOutputs
 from openk3.ops.kda.tiles import Span
+from openk3.ops.kda.workspace import Workspace
 
 ROWS = 64  # of the transposed state in a warpgroup: one tensor-core tile
 
@@ -34,7 +34,7 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
 
 def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     """As `scan_kernel.scan_maps`, for bfloat16 and K = V = 128."""
-    (_, H, V), K = v_THV.shape, workspace.qd.shape[3]
+    (_, H, V), K = v_THV.shape, workspace.sizes[3]
     maps = torch.empty(span.num_runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
     _launch(workspace, v_THV, span, None, ScanOutputs(final=maps), maps=True)
     return maps
@@ -44,18 +44,15 @@ def _launch(
     workspace: Workspace, v_THV: Tensor, span: Span, initial: Tensor | None, outputs: ScanOutputs, *, maps: bool
 ) -> None:
     _, H, V = v_THV.shape
-    w, out, C, K = workspace, outputs, span.chunk, workspace.qd.shape[3]
-    if span.num_tiles * H == 0:
+    out, (X, _, C, K) = outputs, workspace.sizes
+    if X * H == 0:
         return
-    options = settings(outputs=sum(x is not None for x in (out.o, out.r, out.states)))
+    options = settings(outputs=(out.o is not None) + (out.r is not None) + (out.states is not None))
     constants = {"K": K, "V": V, "C": C, "MAPS": maps, "GROUPS": options.pop("GROUPS"), "STAGES": options.pop("STAGES")}
     width = ROWS * constants["GROUPS"]
-    assert out.states is None or w.kr_rest is not None
-    rest = None if out.states is None or w.kr_rest is None else matrix(w.kr_rest, K, (C, K))
-    tiles = [*(matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr)), rest]
-    tiles += [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
+    assert out.states is None or workspace.kr_rest is not None
     arguments = [
-        *(*tiles, matrix(w.decay, K, (1, K)), matrix(w.beta, C, (1, C)), matrix(v_THV, H * V, (C, width))),
+        *(*tiles_of(workspace, rest=out.states is not None), matrix(v_THV, H * V, (C, width))),
         None if out.states is None else matrix(out.states, K, (ROWS, K)),
         *(out.o, out.r, initial, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),

@@ -7,6 +7,7 @@ r^T = v^T + S^T nkd^T;  U^T = (r^T diag(beta)) inv^T;  o^T = S^T qd^T + U^T mqk^
 
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from openk3.ops.kda import gluon_launch
 from openk3.ops.kda.gluon_launch import fits
-from openk3.ops.kda.prepare_kernel import Workspace
 from openk3.ops.kda.tiles import Span, Tiles
+from openk3.ops.kda.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,7 @@ class ScanOutputs:
 def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor | None, outputs: ScanOutputs) -> None:
     """Scan each run of the span from its own initial state (float32; None: zero)."""
     if fits(workspace, v_THV, initial_PHKV, outputs.o, outputs.r, outputs.states, outputs.final, outputs.saved):
-        from openk3.ops.kda import scan_gluon
-
-        scan_gluon.scan(workspace, v_THV, span, initial_PHKV, outputs)
+        _gluon().scan(workspace, v_THV, span, initial_PHKV, outputs)
         return
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
@@ -64,9 +63,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     Rows 0..V-1 are the transposed state that leaves the run when zero enters, the others the transposed transition.
     """
     if fits(workspace, v_THV):
-        from openk3.ops.kda import scan_gluon
-
-        return scan_gluon.scan_maps(workspace, v_THV, span)
+        return _gluon().scan_maps(workspace, v_THV, span)
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     maps = torch.empty(runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
@@ -117,6 +114,14 @@ def scan_settings(V: int, arch: int) -> dict[str, int]:
         block = min(V, 128)
         return {"BV": block, "AHEAD": 1, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
     return {"BV": min(V, 32), "AHEAD": 0, "num_warps": 4, "num_stages": 2}
+
+
+@lru_cache
+def _gluon() -> ModuleType:
+    """The twins for Hopper; importing them anew for every call takes time."""
+    from openk3.ops.kda import scan_gluon
+
+    return scan_gluon
 
 
 @lru_cache

@@ -5,7 +5,7 @@ piece that one program scans when a sequence is split, and the piece whose enter
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -72,6 +72,7 @@ class Tiles:
     parts_N: Tensor  # int32 [N + 1]: sequence_parts on the device
     first_part_N: Tensor  # int64 [N]: first part of each sequence
     last_part_N: Tensor  # int64 [N]: last part of each sequence
+    spans: dict[tuple[int, int], Span] = field(default_factory=dict, compare=False, repr=False)  # slabs asked for
 
     @property
     def num_tiles(self) -> int:
@@ -101,9 +102,12 @@ class Tiles:
         return self._all(self.first_P, self.token_P)
 
     def slab(self, low: int, high: int) -> Span:
-        """Parts low up to, not including, high: one run for each."""
+        """Parts low up to, not including, high: one run for each. Remembered."""
+        known = self.spans.get((low, high))
+        if known is not None:
+            return known
         tiles = slice(self.part_first[low], self.part_first[high])
-        return Span(
+        span = self.spans[low, high] = Span(
             start_X=self.start_X[tiles],
             length_X=self.length_X[tiles],
             mark_X=self.mark_X[tiles],
@@ -115,6 +119,7 @@ class Tiles:
             num_tokens=self.part_bounds[high] - self.part_bounds[low],
             chunk=self.chunk,
         )
+        return span
 
     def _all(self, first: Tensor, token: Tensor) -> Span:
         return Span(
