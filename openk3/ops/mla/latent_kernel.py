@@ -203,12 +203,17 @@ def combine_kernel(
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile for 24 and 96 heads over latents of 512 + 64 values in bfloat16."""
     cases = []
-    for heads, page in ((24, "*i32:1"), (96, "*i32:1"), (8, "*i32:1"), (96, "*i64:1")):
+    for heads, page, stride in (
+        (24, "*i32:1", "i32:16"),
+        (96, "*i32:1", "i32:16"),
+        (8, "*i32:1", "i32:16"),
+        (96, "*i64:1", "i64:16"),
+    ):
         found = settings(heads, 2, arch)
         given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in ("q_latent", "q_shared", "latent")}
         given |= {f"{name}_ptr": "*i32:1" for name in ("length", "cu", "before")} | {"page_ptr": page}
         given |= {f"{name}_ptr": "*fp32" for name in ("out", "part", "log")} | {"scale": "fp32"}
-        given |= {"N": "i32", "heads": "i32", "page_row": "i32", "page_stride": "i64:16", "token_stride": "i32:16"}
+        given |= {"N": "i32", "heads": "i32", "page_row": "i32", "page_stride": stride, "token_stride": "i32:16"}
         given |= {"Q_STRIDES": (heads * 512, 512, heads * 192, 192), "C": 512, "S": 64, "PC": 512, "PS": 64}
         given |= {"ROWS": found.rows, "BLOCK": found.keys, "PARTS": triton.cdiv(heads, found.rows), "PAGE": 6144}
         cases.append((latent_kernel, given | {"PRECISION": "tf32x3"}, found.options()))
