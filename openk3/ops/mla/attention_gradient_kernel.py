@@ -19,11 +19,12 @@ def settings(element_bytes: int, arch: int) -> dict[str, Settings]:
     """Queries and keys of a tile for each kernel, and launch options; scores are kept in square tiles of so many keys.
 
     For keys of up to 192 channels and values of 128. On Hopper the kernel of the scores fetches nothing ahead: the sums
-    of the forward pass are read into registers beside what the products read.
+    of the forward pass are read into registers beside what the products read. Neither does it on sm_89, where the
+    compiler would give it too few registers.
     """
     if element_bytes == 4:
         return {name: Settings(32, 32, 4, 1) for name in ("scores", "keys", "queries")}
-    size, ahead = (128, 1) if arch == 90 else (64, 2)
+    size, ahead = (128, 1) if arch == 90 else (64, 1 if arch == 89 else 2)
     products = Settings(size, size, 8, 2)
     return {"scores": Settings(32, size, 8, ahead), "keys": products, "queries": products}
 
