@@ -98,11 +98,16 @@ class Shared:
 
 
 class Barrier:
-    """A memory barrier: phases end when so many have arrived and so many bytes have come."""
+    """A memory barrier: phases end when so many have arrived and so many bytes have come.
+
+    Only the parity of a phase can be waited for: one that ends before somebody waited for the one before it would be
+    waited for in vain. So whoever waits must wait for each phase in turn.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.left = self.bytes = self.phase = 0
+        self.awaited: dict[int, int] = {}  # by thread: the phase that it waits for next
 
     def move(self, arrivals: int, expected: int) -> None:
         """Some arrive, and bytes are announced (or come, if negative)."""
@@ -111,6 +116,7 @@ class Barrier:
             self.bytes += expected
             assert self.left >= 0, "more arrivals than the barrier counts"
             if self.left == 0 and self.bytes == 0:
+                assert all(self.phase <= next for next in self.awaited.values()), "a phase ends too early for a waiter"
                 self.phase += 1
                 self.left = self.count
                 self.changed.notify_all()
@@ -118,8 +124,12 @@ class Barrier:
     def wait(self, parity: Any) -> None:
         """Until the phase of this parity has ended."""
         with self.changed:
-            if not self.changed.wait_for(lambda: (self.phase & 1) != int(parity), PATIENCE):
+            mine = self.awaited.setdefault(threading.get_ident(), -int(parity))
+            assert mine & 1 == int(parity), "a phase is waited for twice, or left out"
+            assert self.phase <= mine + 1, "a phase ended too early for a waiter"
+            if not self.changed.wait_for(lambda: self.phase > mine, PATIENCE):
                 raise RuntimeError(f"deadlock: phase {self.phase}, {self.left} missing, {self.bytes} bytes missing")
+            self.awaited[threading.get_ident()] = mine + 1
 
 
 class Barriers:
