@@ -9,7 +9,6 @@ Layouts mean nothing here, and neither do registers: those are checked by compil
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
@@ -88,11 +87,6 @@ class Shared:
     def reshape(self, shape: Sequence[int]) -> Shared:
         """The buffer in another shape."""
         return Shared(self.data.view(*shape))
-
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-        """What begins here, in another shape: it may reach into the buffers behind this one."""
-        steps = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return Shared(self.data.as_strided(list(shape), steps))
 
     def load(self, layout: Any) -> Value:
         """Into registers."""
@@ -336,8 +330,7 @@ def _store(at: Pointer, x: Any, mask: Any = None) -> None:
 
 def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Shared | Barriers:
     sizes = [int(n) for n in shape]
-    unknown = float("nan") if dtype.is_floating_point else 1 << 30
-    return Barriers(sizes[0]) if dtype == torch.int64 else Shared(torch.full(sizes, unknown, dtype=dtype))
+    return Barriers(sizes[0]) if dtype == torch.int64 else Shared(torch.full(sizes, float("nan"), dtype=dtype))
 
 
 def _assembly(code: str, constraints: str, arguments: Sequence[Any], *_: Any) -> Any:
@@ -373,8 +366,4 @@ LANGUAGE: dict[str, Any] = {
     "store": _store,
     "allocate_shared_memory": _allocate,
     "inline_asm_elementwise": _assembly,
-}
-LANGUAGE |= dict.fromkeys(
-    ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout"),
-    lambda *_: None,
-)
+} | dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"), lambda *_: None)

@@ -16,7 +16,6 @@ from openk3.ops.sequences import integers
 
 _HOPPER_WIDTHS = (512, 64)
 _HOPPER_BLOCK = 64
-PAIRED = False  # programs of 48 rows by latent_pair_gluon: right on the CPU, not measured yet
 _UNIT = 16  # numbers: latents of separate tensors are found by the distance of their memory, in this unit if it divides
 
 
@@ -102,7 +101,10 @@ def plan_latents(pages: LatentPages, cu_seqlens_q: Tensor, heads: int, new_token
     device = pages.memory.device
     hopper = _suits_hopper(pages)
     if hopper:
-        rows, block, programs = hopper_rows(heads * new_tokens), _HOPPER_BLOCK, 1
+        from openk3.ops.mla import latent_gluon
+
+        found = latent_gluon.settings(heads * new_tokens)
+        rows, block, programs = found["FIRST"] + found["SECOND"], _HOPPER_BLOCK, 1
     else:
         settings = latent_kernel.settings(heads * new_tokens, pages.memory.element_size(), _arch(device))
         rows, block, programs = settings.rows, settings.keys, settings.programs
@@ -115,21 +117,6 @@ def plan_latents(pages: LatentPages, cu_seqlens_q: Tensor, heads: int, new_token
             num_warps=4,
         )
     return LatentPlan(before, max(1, _multiprocessors(device) * programs // parts), rows, block, hopper)
-
-
-def hopper_rows(rows: int) -> int:
-    """How many rows a program of Hopper's kernels takes, of so many.
-
-    Programs that share the rows read the same latents at about the same time, all but one from L2: an even number of 32
-    rows goes by 64, few odd ones by 32, which is faster than a program that is half empty.
-    """
-    if rows <= 32:
-        return 16 if rows <= 16 else 32
-    if PAIRED:
-        return 64 if 48 < rows <= 64 else 48
-    if rows <= 64:
-        return 48 if rows <= 48 else 64
-    return 64 if -(-rows // 32) % 2 == 0 or rows > 320 else 32
 
 
 def latent_attention(
@@ -236,20 +223,17 @@ def _by_gluon(
     plan: LatentPlan,
 ) -> None:
     from openk3.ops.kda.gluon_launch import Matrix, launch
-    from openk3.ops.mla import latent_gluon, latent_pair_gluon
+    from openk3.ops.mla import latent_gluon
 
+    options = latent_gluon.settings(plan.rows * plan.parts)
+    shape = {name: options.pop(name) for name in ("FIRST", "SECOND", "SLOTS")}
     sizes = (pages.num_pages, pages.page_tokens, pages.width)
     memory = Matrix(pages.memory, sizes, (pages.page_stride, pages.token_stride, 1), (1, plan.block, 64))
-    constants: dict[str, Any] = {"Q_STRIDES": _strides(queries), "PARTS": plan.parts}
-    constants["PAGE"] = _page_constant(pages, plan.block)
+    constants: dict[str, Any] = {"Q_STRIDES": _strides(queries), "FIRST": shape["FIRST"], "SECOND": shape["SECOND"]}
+    constants |= {"PARTS": plan.parts, "PAGE": _page_constant(pages, plan.block), "SLOTS": shape["SLOTS"]}
     arguments = [memory, *queries, pages.page_NP, pages.length_N, cu_seqlens_q, plan.before, *outputs]
     arguments += [scale * LOG2E, len(pages.length_N), queries[0].shape[1], pages.page_NP.stride(0), plan.runs]
-    if PAIRED and plan.rows == latent_pair_gluon.ROWS:
-        kernel, options = latent_pair_gluon.latent_pair_gluon, latent_pair_gluon.settings()
-    else:
-        kernel, options = latent_gluon.latent_gluon, latent_gluon.settings(plan.rows)
-        constants |= {name: options.pop(name) for name in ("FIRST", "SECOND", "SLOTS")}
-    launch(kernel, plan.runs * plan.parts, arguments, constants, options)
+    launch(latent_gluon.latent_gluon, plan.runs * plan.parts, arguments, constants, options)
 
 
 def _strides(queries: tuple[Tensor, Tensor]) -> tuple[int, ...]:
