@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from openk3.config.serve import CacheConfig
 from openk3.engine.block_pool import BlockPool, NoRoom, PageKind, PoolError
 from openk3.engine.checkpoints import Checkpoints
-from openk3.engine.page_plans import CopyPlan, LatentCopy, RequestCache, StateCopy
+from openk3.engine.outside import Staged
+from openk3.engine.page_plans import CopyPlan, RequestCache
 from openk3.engine.prefix_cache import Hit, PrefixCache
 from openk3.engine.prefix_keys import HashChain, ImageSpan, Salt
+from openk3.engine.staging import extend, laid_out, start_plan
 
 
 class RequestTooLarge(ValueError):
@@ -41,12 +43,20 @@ class HybridCache:
         """Keys of a request's prefixes under the present weights. Raises ValueError for images that do not fit."""
         return HashChain(Salt(tenant, self.weights_version), self.config.pages.hash_tokens, token_ids, images)
 
-    def start(self, chain: HashChain, *, turn_ends: Iterable[int] = (), most_hit: int | None = None) -> RequestCache:
+    def start(
+        self,
+        chain: HashChain,
+        *,
+        turn_ends: Iterable[int] = (),
+        most_hit: int | None = None,
+        staged: Staged | None = None,
+    ) -> RequestCache:
         """Find the longest cached prefix, pin it, and take private pages: a state, and latents for the next token.
 
         At least one token is left to compute; `most_hit` leaves more (0: all, for log-probabilities of the prompt).
         `turn_ends` are token counts at which turns of the conversation end: the last hash boundary before each keeps
         its checkpoint. So does the place where cached latents end without a state, since two requests came by there.
+        What is `staged` outside the pages is used if it reaches further; the plan pins its entries for itself.
         A request that was preempted starts again with the chain of all its tokens. Raises ValueError for an empty
         request, a turn end outside it or the chain of other weights, RequestTooLarge, and NoRoom when something must
         be released first.
@@ -55,7 +65,11 @@ class HybridCache:
         _refuse(self, chain, ends)
         if len(self.requests) >= self.config.max_requests:
             raise NoRoom(f"{len(self.requests)} requests hold pages, no more are allowed")
-        hit, states, page = _acquire(self, chain, total - 1 if most_hit is None else min(most_hit, total - 1))
+        most = total - 1 if most_hit is None else min(most_hit, total - 1)
+        hit, states, pages = _acquire(self, chain, most, staged)
+        plan = start_plan(hit, states, pages, self.config.pages.page_tokens)
+        if self.prefixes.outside is not None:
+            self.prefixes.outside.pin(plan.entries)
         self.asked_tokens += total
         self.hit_tokens += hit.num_tokens
         ends |= {total, total - 1, hit.shared_tokens}  # total - 1: as far as the same prompt may use it again
@@ -65,10 +79,10 @@ class HybridCache:
             prompt_tokens=total,
             hit_tokens=hit.num_tokens,
             stops=frozenset(end - end % size for end in ends),
-            pages=[*hit.full_pages, page],
+            pages=pages,
             states=states,
             num_computed=hit.num_tokens,
-            plan=_start_plan(hit, states, page, self.config.pages.page_tokens),
+            plan=plan,
         )
         self.requests[request] = None
         return request
@@ -109,7 +123,12 @@ class HybridCache:
         if plan.key is not None and request.epoch == self.epoch:
             self._publish(request, request.num_computed - 1)  # again: a twin that held these latents may be gone
             self.checkpoints.enter(request, plan)
-        self.pool.unpin(plan.held)
+        if plan.page_loads or plan.tail_load:
+            for load in plan.page_loads:
+                self.pool.seal(load.target)
+            if request.epoch == self.epoch:
+                self._publish(request, 0)
+        _give_back(self, plan)
 
     def computed(self, request: RequestCache, num_computed: int) -> CopyPlan | None:
         """Latents and states of the first `num_computed` tokens are there; rejected drafts do not count.
@@ -142,7 +161,7 @@ class HybridCache:
         if request.started and request.epoch == self.epoch:
             self._publish(request, 0)  # pages whose twins of another request have gone meanwhile
         if plan is not None:
-            self.pool.unpin(plan.held)
+            _give_back(self, plan)
         self.pool.unpin(request.states)
         self.pool.unpin(request.pages)
 
@@ -181,29 +200,32 @@ def _refuse(cache: HybridCache, chain: HashChain, turn_ends: set[int]) -> None:
         raise PoolError("two requests cannot append to one chain: name the second one itself")
 
 
-def _acquire(cache: HybridCache, chain: HashChain, most_tokens: int) -> tuple[Hit, list[int], int]:
-    hit = cache.prefixes.lookup(chain.keys, most_tokens)
-    kinds = [*[PageKind.STATE] * cache.config.pages.kda_groups, PageKind.LATENTS]
+def _acquire(
+    cache: HybridCache, chain: HashChain, most_tokens: int, staged: Staged | None
+) -> tuple[Hit, list[int], list[int]]:
+    """The longest prefix, pinned; the request's private states, and its pages in order."""
+    hit = found = cache.prefixes.lookup(chain.keys, most_tokens)
+    hit = extend(cache.prefixes, chain, found, staged, most_tokens)
+    groups = cache.config.pages.kda_groups
+    kinds = [PageKind.STATE] * groups + [PageKind.LATENTS] * (len(hit.missing) + 1)
     try:
-        *states, page = cache.pool.allocate(kinds, hit.pages)
+        fresh = cache.pool.allocate(kinds, hit.pages)
     except NoRoom:
         if cache.pool.num_held:
             raise
         # Alone, and still no room: what it would reuse is what stands in its way.
-        hit = Hit(shared_tokens=hit.shared_tokens)
-        *states, page = cache.pool.allocate(kinds)
-    if hit.num_tokens:
+        hit = Hit(shared_tokens=found.shared_tokens)
+        fresh = cache.pool.allocate(kinds[: groups + 1])
+    if hit.num_tokens and hit.tail is None:
         cache.prefixes.keep(chain.keys[hit.num_tokens // chain.hash_tokens - 1])
-    return hit, states, page
+    return hit, fresh[:groups], laid_out(hit, fresh[groups:], cache.config.pages.page_tokens)
 
 
-def _start_plan(hit: Hit, states: list[int], page: int, page_tokens: int) -> CopyPlan:
-    if hit.num_tokens == 0:
-        return CopyPlan(held=(), zero_states=tuple(states))
-    latents = ()
-    if hit.partial_page is not None:
-        latents = (LatentCopy(hit.partial_page, page, hit.num_tokens % page_tokens),)
-    return CopyPlan(hit.sources, (), latents, tuple(map(StateCopy, hit.checkpoint, states)))
+def _give_back(cache: HybridCache, plan: CopyPlan) -> None:
+    """What a plan counted on, inside and outside."""
+    cache.pool.unpin(plan.held)
+    if cache.prefixes.outside is not None:
+        cache.prefixes.outside.unpin(plan.entries)
 
 
 def _check_requests(cache: HybridCache, requests: Iterable[RequestCache]) -> None:
@@ -212,11 +234,12 @@ def _check_requests(cache: HybridCache, requests: Iterable[RequestCache]) -> Non
         held.update([*request.pages, *request.states, *(request.plan.held if request.plan else ())])
         assert len(request.states) == shape.kda_groups, "a request lacks part of its state"
         assert shape.latent_pages(request.num_computed) <= len(request.pages), "computed tokens without pages"
+        loading = {load.target for load in request.plan.page_loads} if request.plan else set[int]()
         for page in request.states:
             private = cache.pool.refs(page) == 1 and not cache.pool.is_cached(page) and not cache.pool.is_sealed(page)
             assert private and cache.pool.kind(page) is PageKind.STATE, f"page {page}: a state that is not private"
         for j, page in enumerate(request.pages):
-            full = (j + 1) * shape.page_tokens <= request.num_computed
+            full = (j + 1) * shape.page_tokens <= request.num_computed and page not in loading
             assert cache.pool.kind(page) is PageKind.LATENTS, f"page {page}: latents expected"
             assert cache.pool.is_sealed(page) == full, f"page {page}: sealed before it is full, or not after"
     for page in range(cache.config.num_pages):

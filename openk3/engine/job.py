@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from openk3.engine.outside import Fetch, Staged
 from openk3.engine.page_plans import RequestCache
 from openk3.engine.prefix_keys import HashChain, ImageSpan
 from openk3.engine.request import Finish, Request
@@ -30,7 +31,7 @@ class Prompt(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A running job holds pages through `cache`; one that waits holds nothing but numbers."""
+    """A running job holds pages through `cache`; one that waits holds none, but perhaps entries outside of them."""
 
     request: Request
     prompt: Prompt
@@ -48,6 +49,8 @@ class Job:
     num_scored: int = 1  # tokens of the prompt whose log-probability is known, or of no interest
     num_cached: int | None = None  # tokens that its first start found in the cache
     features: dict[int, Any] = field(default_factory=dict)  # of images that the next passes reach into
+    swapped: Staged | None = None  # its state of before, if it was preempted and that was kept
+    fetch: Fetch | None = None  # of its prefix, from outside the pages
 
     @property
     def num_prompt(self) -> int:

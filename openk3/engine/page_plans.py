@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from openk3.engine.prefix_keys import HashChain
 
@@ -23,9 +23,25 @@ class StateCopy(NamedTuple):
     target: int
 
 
+class PageLoad(NamedTuple):
+    """All rows of a whole page of latents, from an entry outside the pages."""
+
+    entry: Any
+    target: int
+
+
+class TailLoad(NamedTuple):
+    """The state of every KDA group, and the first num_rows latents of the page that goes on behind the whole ones."""
+
+    entry: Any
+    states: tuple[int, ...]
+    page: int
+    num_rows: int
+
+
 @dataclass(frozen=True)
 class CopyPlan:
-    """What a runner does to pages before the next pass of a request: zero, then copy.
+    """What a runner does to pages before the next pass of a request: zero, copy, and load from outside.
 
     `held` are the pages that the plan itself counts on: sources of a start, targets of a checkpoint. `key` names the
     checkpoint that will be there once the copies are; None in the plan of a start.
@@ -37,6 +53,14 @@ class CopyPlan:
     state_copies: tuple[StateCopy, ...] = ()
     key: bytes | None = None
     kept: bool = False
+    page_loads: tuple[PageLoad, ...] = ()
+    tail_load: TailLoad | None = None
+
+    @property
+    def entries(self) -> list[Any]:
+        """What the plan reads outside the pages; pinned there until it has landed or is dropped."""
+        loads = [*self.page_loads, *([] if self.tail_load is None else [self.tail_load])]
+        return [load.entry for load in loads]
 
 
 @dataclass(eq=False)

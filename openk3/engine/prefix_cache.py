@@ -2,16 +2,18 @@
 
 Latents of a prefix may end at any hash block; a KDA state exists only where a checkpoint was taken, one page in each
 group of KDA layers. A request can start where both are there (report section 5.4.1). Nothing is entered before it is
-computed, so whatever is found may be used.
+computed, so whatever is found may be used. What is evicted goes to `outside`, if there is such a place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from openk3.config.serve import PageShape
 from openk3.engine.block_pool import BlockPool, PageKind
+from openk3.engine.outside import Outside
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Hit:
     full_pages: tuple[int, ...] = ()  # latents to read in place
     partial_page: int | None = None  # latents whose first rows are copied: more than the prefix is or will be in it
     checkpoint: tuple[int, ...] = ()  # state of each KDA group, to be copied
+    missing: tuple[tuple[int, Any], ...] = ()  # (place, entry) of whole pages that lie outside; full_pages lacks them
+    tail: Any | None = None  # entry with state and partial page, where they lie outside
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -45,12 +49,13 @@ class PrefixCache:
     """Index from keys (see HashChain) to pages of `pool`; takes over the pool's evictions."""
 
     def __init__(self, pool: BlockPool, shape: PageShape) -> None:
-        self._pool, self._shape = pool, shape
+        self._pool, self.shape = pool, shape
         self._holders: dict[bytes, dict[int, None]] = {}  # pages whose rows reach to the key's end, oldest first
         self._keys_of: dict[int, tuple[bytes, ...]] = {}  # a page's complete hash blocks, from its first
         self._checkpoints: dict[bytes, _Checkpoint] = {}
         self._key_of: dict[int, bytes] = {}  # a checkpoint page's key
-        pool.on_evict = self._drop
+        self.outside: Outside | None = None
+        pool.on_evict = self._evict
 
     def lookup(self, keys: Sequence[bytes], most_tokens: int) -> Hit:
         """The longest prefix of at most `most_tokens` tokens for which latents and every KDA group's state are there.
@@ -58,7 +63,7 @@ class PrefixCache:
         Whole pages are followed first, then the hash blocks of the first page that is not whole; from there back to the
         nearest checkpoint.
         """
-        size, per_page = self._shape.hash_tokens, self._shape.blocks_per_page
+        size, per_page = self.shape.hash_tokens, self.shape.blocks_per_page
         last = max(0, min(len(keys), most_tokens // size))
         reach = 0
         while reach + per_page <= last and keys[reach + per_page - 1] in self._holders:
@@ -70,7 +75,7 @@ class PrefixCache:
             return Hit(shared_tokens=reach * size)
         full = tuple(self._holder(keys[i - 1]) for i in range(per_page, end + 1, per_page))
         partial = self._holder(keys[end - 1]) if end % per_page else None
-        states = self._checkpoints[keys[end - 1]].pages if self._shape.kda_groups else ()
+        states = self._checkpoints[keys[end - 1]].pages if self.shape.kda_groups else ()
         return Hit(end * size, reach * size, full, partial, states)
 
     def add_latents(self, page: int, keys: Sequence[bytes]) -> bool:
@@ -92,8 +97,8 @@ class PrefixCache:
 
         `kept` says that it stays after its request has gone past it. Pages are sealed: a checkpoint is only read.
         """
-        if len(pages) != self._shape.kda_groups or key not in self._holders:
-            raise ValueError(f"checkpoint: {len(pages)} pages for {self._shape.kda_groups} groups, or no latents there")
+        if len(pages) != self.shape.kda_groups or key not in self._holders:
+            raise ValueError(f"checkpoint: {len(pages)} pages for {self.shape.kda_groups} groups, or no latents there")
         if key in self._checkpoints:
             return False
         for page in pages:
@@ -106,6 +111,14 @@ class PrefixCache:
     def has_checkpoint(self, key: bytes) -> bool:
         """Whether every KDA group's state is there."""
         return key in self._checkpoints
+
+    def checkpoint(self, key: bytes) -> tuple[int, ...] | None:
+        """The page of each KDA group's state."""
+        return self._checkpoints[key].pages if key in self._checkpoints else None
+
+    def page_of(self, key: bytes) -> int | None:
+        """A page whose latents reach to the key's end."""
+        return next(iter(self._holders.get(key, ())), None)
 
     def keep(self, key: bytes) -> None:
         """Let a checkpoint, if it is still there, outlive its request's next one, and count it as just used."""
@@ -124,6 +137,13 @@ class PrefixCache:
         for key in keys:
             for page in list(self._holders.get(key, ())):
                 self._drop(page)
+        if self.outside is not None:
+            self.outside.forget(keys)
+
+    def write_back(self) -> None:
+        """Let `outside` have everything, as if it were evicted: the last thing before the pages are gone."""
+        for page in [*self._key_of, *self._keys_of]:
+            _write_back(self, page)
 
     def clear(self) -> None:
         """Forget everything: pages that nobody holds become free."""
@@ -135,13 +155,13 @@ class PrefixCache:
         holders: dict[bytes, set[int]] = {}
         for page, keys in self._keys_of.items():
             assert self._pool.kind(page) is PageKind.LATENTS, f"page {page}: latents expected"
-            assert 1 <= len(keys) <= self._shape.blocks_per_page, f"page {page}: {len(keys)} hash blocks"
+            assert 1 <= len(keys) <= self.shape.blocks_per_page, f"page {page}: {len(keys)} hash blocks"
             for key in keys:
                 holders.setdefault(key, set()).add(page)
         assert holders == {key: set(pages) for key, pages in self._holders.items()}, "the two sides of the index differ"
         states = {page: key for key, point in self._checkpoints.items() for page in point.pages}
         assert states == self._key_of, "checkpoints and their pages differ"
-        assert len(states) == len(self._checkpoints) * self._shape.kda_groups, "a checkpoint lacks a group"
+        assert len(states) == len(self._checkpoints) * self.shape.kda_groups, "a checkpoint lacks a group"
         for page, key in states.items():
             assert self._pool.kind(page) is PageKind.STATE, f"page {page}: a state expected"
             assert self._pool.is_sealed(page), f"page {page}: a checkpoint that can be written"
@@ -155,10 +175,14 @@ class PrefixCache:
         assert self._pool.num_idle == sum(self._pool.refs(page) == 0 for page in known), "an idle page is not indexed"
 
     def _has_state(self, key: bytes) -> bool:
-        return self._shape.kda_groups == 0 or key in self._checkpoints
+        return self.shape.kda_groups == 0 or key in self._checkpoints
 
     def _holder(self, key: bytes) -> int:
         return next(iter(self._holders[key]))
+
+    def _evict(self, page: int) -> None:
+        _write_back(self, page)
+        self._drop(page)
 
     def _drop(self, page: int) -> None:
         """Forget one page, and what is useless without it: states of the other groups, checkpoints without latents."""
@@ -177,3 +201,32 @@ class PrefixCache:
         for page in self._checkpoints.pop(key).pages:
             del self._key_of[page]
             self._pool.uncache(page)
+
+
+def _write_back(cache: PrefixCache, page: int) -> None:
+    """Offer outside what `_drop` is about to forget for good: whole pages of latents, and checkpoints.
+
+    A checkpoint takes the rows of its partial page along, so that it needs nothing but whole pages to be of use.
+    """
+    outside, per_page = cache.outside, cache.shape.blocks_per_page
+    if outside is None:
+        return
+    if page in cache._key_of:
+        key = cache._key_of[page]
+        source = cache._holder(key)
+        _write_checkpoint(cache, key, source, cache._keys_of[source].index(key) + 1)
+        return
+    keys = cache._keys_of[page]
+    last = [len(cache._holders[key]) == 1 for key in keys]  # no twin has them
+    if len(keys) == per_page and last[-1]:
+        outside.page_evicted(keys[-1], page)
+    for blocks, key in enumerate(keys, 1):
+        if last[blocks - 1] and key in cache._checkpoints:
+            _write_checkpoint(cache, key, page, blocks)
+
+
+def _write_checkpoint(cache: PrefixCache, key: bytes, page: int, blocks: int) -> None:
+    """`page` has the latents of its last `blocks` hash blocks; none are needed where a page ends."""
+    assert cache.outside is not None
+    rows = blocks * cache.shape.hash_tokens % cache.shape.page_tokens
+    cache.outside.checkpoint_evicted(key, cache._checkpoints[key].pages, page, rows)

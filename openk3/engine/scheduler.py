@@ -25,6 +25,7 @@ from openk3.engine.block_pool import NoRoom
 from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job, Status, Work
 from openk3.engine.shares import Shares
+from openk3.engine.staging import swap_out
 
 LOOK_PAST = 32  # jobs without room that are looked past in one step, to bound its time
 
@@ -39,6 +40,7 @@ class Scheduler:
         self.running: list[Job] = []  # by rank
         self.step = 0
         self.num_preempted = 0
+        self.num_swapped = 0  # of those
         self._num_jobs = 0
         self._shares = Shares()
 
@@ -64,8 +66,14 @@ class Scheduler:
                 works.append(work)
         return sorted(works, key=lambda work: (work.num_tokens, work.job.rank))
 
-    def preempt(self, job: Job) -> None:
-        """Take a running job's pages; it waits, and computes again what the cache has lost by then."""
+    def preempt(self, job: Job, *, keep_state: bool = True) -> None:
+        """Take a running job's pages; it waits, and computes again what the cache has lost by then.
+
+        Its private state goes outside if that is worth it (see Outside); not after a pass that failed.
+        """
+        assert job.cache is not None
+        job.swapped = swap_out(self.books, job.cache) if keep_state else None
+        self.num_swapped += job.swapped is not None
         self._release(job)
         self._wait(job)
         self.num_preempted += 1
@@ -76,6 +84,7 @@ class Scheduler:
             self._release(job)
         elif job.status is Status.WAITING:
             self.waiting.remove(job)
+        _let_go_outside(self.books, job)
         job.status = Status.FINISHED
 
     def check(self) -> None:
@@ -130,12 +139,14 @@ class Scheduler:
             tenant = job.request.tenant
             job.chain = self.books.name(job.token_ids, tenant=tenant, images=job.prompt.spans)
         ends = {*job.prompt.turn_ends, job.num_prompt}
+        staged = job.swapped if job.fetch is None else job.fetch.staged
         try:
-            job.cache = self.books.start(job.chain, turn_ends=ends, most_hit=job.most_hit)
+            job.cache = self.books.start(job.chain, turn_ends=ends, most_hit=job.most_hit, staged=staged)
         except NoRoom:
             return False
         if job.num_cached is None:
             job.num_cached = job.cache.hit_tokens
+        _let_go_outside(self.books, job)
         self.waiting.remove(job)
         job.status = Status.RUNNING
         insort(self.running, job, key=lambda other: other.rank)
@@ -167,6 +178,15 @@ class Scheduler:
         """Running jobs behind this one, the last in rank first."""
         while self.running[-1] is not job:
             yield self.running[-1]
+
+
+def _let_go_outside(books: HybridCache, job: Job) -> None:
+    """It has started, and what it needs is pinned by its plan; or it has ended."""
+    if job.fetch is not None:
+        job.fetch.close()
+    if job.swapped is not None and books.prefixes.outside is not None:
+        books.prefixes.outside.unpin([job.swapped.tail])
+    job.fetch = job.swapped = None
 
 
 def _need(books: HybridCache, job: Job) -> int:

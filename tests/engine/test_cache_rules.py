@@ -222,8 +222,8 @@ def start_in_used_pages() -> None:
 
 def leave_the_state(patch: Patch) -> None:
     """Nobody zeroes."""
-    start_plan = hybrid_cache._start_plan
-    patch.setattr(hybrid_cache, "_start_plan", lambda *args: dataclasses.replace(start_plan(*args), zero_states=()))
+    start_plan = hybrid_cache.start_plan
+    patch.setattr(hybrid_cache, "start_plan", lambda *args: dataclasses.replace(start_plan(*args), zero_states=()))
 
 
 def cancelled_before_its_copies() -> None:
