@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from openk3.config.model import ModelConfig
+from openk3.ops.kda.decode import Projected
 from openk3.ops.sequences import integers
 
 States = tuple[Tensor, tuple[Tensor, ...]]  # state_NHKV, and the convolution windows [N, C, W] of q, k and v
@@ -49,20 +50,19 @@ class Sequences:
         """How many sequences, counted from the first, have exactly one token."""
         return sum(1 for _ in takewhile(lambda length: length == 1, self.lengths))
 
-    def split(self, count: int) -> list[Part]:
-        """The first `count` sequences and all others, each a layout of its own; a part without sequences is left out.
+    def split(self, *counts: int) -> list[Part]:
+        """The sequences cut behind the first `counts`, each part a layout of its own; parts without any are left out.
 
         Remembered, because every layer of a pass asks again.
         """
-        if count not in self._splits:
-            bounds = (
-                [(0, count), (count, len(self.lengths))] if 0 < count < len(self.lengths) else [(0, len(self.lengths))]
-            )
-            self._splits[count] = [self._part(*bound) for bound in bounds]
-        return self._splits[count]
+        if counts not in self._splits:
+            total = len(self.lengths)
+            bounds = [0, *sorted({count for count in counts if 0 < count < total}), total]
+            self._splits[counts] = [self._part(*bound) for bound in zip(bounds, bounds[1:])]
+        return self._splits[counts]
 
     @cached_property
-    def _splits(self) -> dict[int, list[Part]]:
+    def _splits(self) -> dict[tuple[int, ...], list[Part]]:
         return {}
 
     def _part(self, first: int, last: int) -> Part:
@@ -80,8 +80,21 @@ class Part(NamedTuple):
     sequences: Sequences
 
 
+@dataclass
+class Drafts:
+    """Consecutive sequences of a pass whose tokens may yet be refused, and in one KDA layer the inputs kept of them."""
+
+    which: slice
+    inputs: Projected | None = None
+
+
 class StateCache(Protocol):
     """What a KDA layer asks of its part of a cache: states and windows of some of the pass's sequences."""
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Sequences that are not written: the layer keeps their inputs here instead. None where every token counts."""
+        ...
 
     def read(self, which: slice) -> States:
         """States and windows that these sequences have reached; to be read only."""
@@ -137,6 +150,7 @@ class KdaCache:
     def __init__(self, state_NHKV: Tensor, windows: Sequence[Tensor]) -> None:
         self.state_NHKV = state_NHKV
         self.windows: tuple[Tensor, ...] = tuple(windows)  # q, k, v
+        self.drafts: Drafts | None = None
         self._next: list[States] = []
 
     def read(self, which: slice) -> States:

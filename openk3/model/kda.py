@@ -13,7 +13,15 @@ from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
 from openk3.ops.kda.chunk import chunk_kda
-from openk3.ops.kda.decode import DecodePool, DecodeWeights, Projected, decode_kda, step_kda
+from openk3.ops.kda.decode import (
+    DecodePool,
+    DecodeWeights,
+    Projected,
+    decode_kda,
+    replay_kda,
+    step_kda,
+    verify_kda,
+)
 from openk3.ops.kda.reference import KdaGate, kda_gate
 from openk3.ops.norm import gated_rms_norm
 from openk3.ops.short_conv import short_convs
@@ -56,7 +64,8 @@ class KimiDeltaAttention(nn.Module):
     ) -> Tensor:
         """y_TD = W_o [sigmoid(W_g x) * RMSNorm(KDA(x))]; with a cache, continues its states.
 
-        Sequences of one token that come first take a decoding step, whatever the others of the pass have.
+        Sequences of one token that come first take a decoding step, whatever the others of the pass have. Where tokens
+        may be refused, states stay as they are, and inputs are kept for `replay`.
         """
         projected = Projected(
             *(self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)),
@@ -68,14 +77,34 @@ class KimiDeltaAttention(nn.Module):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
         if cache is None:
             return self.o_proj(self._mix(projected, gate_TC, sequences, None)[0])
-        outputs = []
-        for which, rows, part in sequences.split(sequences.num_single):
+        outputs, drafts = [], cache.drafts
+        edges = () if drafts is None else (drafts.which.start, drafts.which.stop)
+        for which, rows, part in sequences.split(sequences.num_single, *edges):
+            inputs = projected.rows(rows)
+            if drafts is not None and which == drafts.which:
+                drafts.inputs = Projected(*(x.clone() for x in inputs.tensors()))  # not the whole pass's
+                outputs.append(self._verify(inputs, gate_TC[rows], part, cache.read(which)))
+                continue
             steps = part.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD)
             mix = self._decode if steps else self._mix
-            y_TC, states = mix(projected.rows(rows), gate_TC[rows], part, cache.read(which))
+            y_TC, states = mix(inputs, gate_TC[rows], part, cache.read(which))
             cache.write(which, states)
             outputs.append(y_TC)
         return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    @torch.no_grad()
+    def replay(self, inputs: Projected, sequences: Sequences, states: States) -> States:
+        """States and windows behind tokens whose outputs are known, from inputs that `forward` kept of them.
+
+        The given states may be overwritten.
+        """
+        if not self._has_kernels(inputs.q_TC):
+            return self._recur(inputs, sequences, states)[1]
+        pool = DecodePool(*(x.contiguous() for x in (states[0], *states[1])))
+        counts_N = sequences.cu_seqlens.diff()
+        slots = _all_slots(len(counts_N), counts_N.device)
+        replay_kda(inputs, self._decode_weights, pool, slots, counts_N, cu_seqlens=sequences.cu_seqlens)
+        return pool.state_SHKV, pool.tensors()[1:]
 
     @property
     def decay_gate(self) -> KdaGate:
@@ -86,6 +115,10 @@ class KimiDeltaAttention(nn.Module):
     def _convolutions(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
 
+    @property
+    def _decode_weights(self) -> DecodeWeights:
+        return DecodeWeights(*self._convolutions, self.decay_gate, self.o_norm.weight, self.o_norm.eps)
+
     def _has_kernels(self, x_TD: Tensor) -> bool:
         head_dim = self.o_norm.weight.shape[0]
         return pick("kda", x_TD, channels=(head_dim, head_dim)) == "triton"
@@ -94,21 +127,34 @@ class KimiDeltaAttention(nn.Module):
         self, projected: Projected, gate_TC: Tensor, sequences: Sequences, states: States | None
     ) -> tuple[Tensor, States]:
         """Any number of tokens per sequence: gated outputs, and the states and windows behind them."""
+        o_THV, states = self._recur(projected, sequences, states)
+        gate_THV = gate_TC.unflatten(-1, (self.heads, -1))
+        y_THV = gated_rms_norm(o_THV, gate_THV, self.o_norm.weight, self.o_norm.eps)
+        return y_THV.flatten(-2), states
+
+    def _recur(self, projected: Projected, sequences: Sequences, states: States | None) -> tuple[Tensor, States]:
+        """Convolutions and recurrence: o_THV before norm and gate, and the states and windows behind them."""
         state_NHKV, windows_NCW = states or (None, None)
         inputs = projected.tensors()[:3]
         layout = {"windows_NCW": windows_NCW, "cu_seqlens": sequences.cu_seqlens}
         convolved, windows = short_convs(inputs, self._convolutions, **layout)
-        q, k, v, decay_logit, gate_THV = (
-            y.unflatten(-1, (self.heads, -1)) for y in (*convolved, projected.decay_logit_TC, gate_TC)
-        )
+        q, k, v, decay_logit = (y.unflatten(-1, (self.heads, -1)) for y in (*convolved, projected.decay_logit_TC))
         tokens = (q, k, v, decay_logit, projected.beta_logit_TH)
         if state_NHKV is not None and sequences.one_each:
             o_THV, state_NHKV = step_kda(*tokens, self.decay_gate, state_NHKV)
         else:
             bounds = sequences.cu_seqlens
             o_THV, state_NHKV = chunk_kda(*tokens, self.decay_gate, state_NHKV=state_NHKV, cu_seqlens=bounds)
-        y_THV = gated_rms_norm(o_THV, gate_THV, self.o_norm.weight, self.o_norm.eps)
-        return y_THV.flatten(-2), (state_NHKV, windows)
+        return o_THV, (state_NHKV, windows)
+
+    def _verify(self, inputs: Projected, gate_TC: Tensor, sequences: Sequences, states: States) -> Tensor:
+        """Gated outputs of tokens that may be refused; the given states stay as they were."""
+        if torch.is_grad_enabled() or not self._has_kernels(gate_TC):
+            return self._mix(inputs, gate_TC, sequences, states)[0]
+        pool = DecodePool(*(x.contiguous() for x in (states[0], *states[1])))
+        bounds = sequences.cu_seqlens
+        slots = _all_slots(len(bounds) - 1, bounds.device)
+        return verify_kda(inputs, gate_TC, self._decode_weights, pool, slots, cu_seqlens=bounds)
 
     def _decode(
         self, projected: Projected, gate_NC: Tensor, sequences: Sequences, states: States
@@ -116,8 +162,9 @@ class KimiDeltaAttention(nn.Module):
         """One token for each sequence in one kernel, which leaves the given states as they were."""
         pool = DecodePool(*(x.contiguous() for x in (states[0], *states[1])))
         into = DecodePool(*(torch.empty_like(x) for x in pool.tensors()))
-        weights = DecodeWeights(*self._convolutions, self.decay_gate, self.o_norm.weight, self.o_norm.eps)
-        y_NC = decode_kda(projected, gate_NC, weights, pool, _all_slots(len(gate_NC), gate_NC.device), into=into)
+        y_NC = decode_kda(
+            projected, gate_NC, self._decode_weights, pool, _all_slots(len(gate_NC), gate_NC.device), into=into
+        )
         return y_NC, (into.state_SHKV, into.tensors()[1:])
 
 

@@ -7,7 +7,7 @@ Its depth queries exist in the checkpoint layout and do nothing, because the lay
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from openk3.config.model import TextConfig
 from openk3.model.cache import LatentCache, Sequences
 from openk3.model.depth import ResidualStream
 from openk3.model.layer import Layer
+from openk3.model.mla import GatedMLA
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.sequences import bounds_on, remember_integers
@@ -46,9 +47,16 @@ class MTPLayer(nn.Module):
         h_t is the backbone's output mix before its final norm. h'_t can stand for h_{t+1} in the next call: that is
         how a draft goes on.
         """
-        depth = ResidualStream(self.eh_proj(torch.cat((self.enorm(next_TD), self.hnorm(h_TD)), -1)))
+        depth = ResidualStream(self._joined(h_TD, next_TD))
         self.layer(depth, sequences, cache, trace)
         return depth.prefix_TD
+
+    def latent(self, h_TD: Tensor, next_TD: Tensor) -> Tensor:
+        """What `forward` would add to its cache [T, C+R], at a small part of its cost: there is no layer before it."""
+        return cast(GatedMLA, self.layer.mixer).latent(self.layer.mix_norm(self._joined(h_TD, next_TD)))
+
+    def _joined(self, h_TD: Tensor, next_TD: Tensor) -> Tensor:
+        return self.eh_proj(torch.cat((self.enorm(next_TD), self.hnorm(h_TD)), -1))
 
 
 class Pairs(NamedTuple):
