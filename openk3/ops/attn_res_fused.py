@@ -219,7 +219,7 @@ def inter_block(
         with on_device(x):
             vectors = vectors_QD.float().contiguous()
             run = attn_res_phase_kernel.phase_score_kernel[grid]
-            run(rows, vectors, weights, tops, totals, T, Q, eps, **flags)
+            run(rows, vectors, weights, tops, totals, T, Q, eps, 1.0, **flags)
             flags = attn_res_phase_kernel.mix_constants(D)
             run = attn_res_phase_kernel.phase_mix_kernel[(T * triton.cdiv(D, flags["BLOCK"]),)]
             run(rows, weights, mixtures, T, Q, **flags)

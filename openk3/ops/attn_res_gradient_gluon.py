@@ -21,7 +21,6 @@ from openk3.ops.attn_res_gluon import (
     _layout,
     _product,
     _request,
-    _rounded,
     _row,
     _store_row,
     _sums,
@@ -122,7 +121,7 @@ def mix_backward_kernel(
                 async_copy.wait_group(SLOTS - 2 - i)
                 value = _arrived(ring, _slot(base, i + 1, SLOTS), D, BLOCK, WARPS)
                 mixture = _added(mixture, weights[i], value)
-            mixture = _rounded(mixture, sources[0])
+            # not rounded, see attn_res_kernel._mixture
             grad, d_out = _norm_gradient(ring, base, out_weight, mixture, d_out, index, norm_eps, D, WARPS)
             if d_mixed is not None:
                 grad = _added(grad, 1.0, _wide(_row(d_mixed, at, index, D)))

@@ -115,14 +115,18 @@ def mix_forward_kernel(
 
 @triton.jit
 def _mixture(sources, probs, at, index, L, D: tl.constexpr):
-    """The mixture of a token's sources by weights that are known, rounded as it was."""
+    """The mixture of a token's sources by weights that are known, not rounded.
+
+    The gradient of a norm is orthogonal to the mixture it is taken at. Were that the rounded one, the mean of the
+    weights' gradients would be nothing but rounding, of the size of what small sources' own weights have.
+    """
     mixture = tl.zeros([index.shape[0]], tl.float32)
     ahead = _raw(sources[0], at, index, D)
     for i in range(L):
         value = ahead.to(tl.float32)
         ahead = _raw(_chosen(sources, tl.minimum(i + 1, L - 1)), at, index, D)
         mixture += tl.load(probs + i) * value
-    return _rounded(mixture, sources[0])
+    return mixture
 
 
 @triton.jit(do_not_specialize=["T", "L", "wanted"])

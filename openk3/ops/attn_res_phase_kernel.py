@@ -14,21 +14,25 @@ from openk3.ops.attn_res_kernel import _add_two, _rounded, _row, _store_row, con
 
 
 @triton.jit
-def _scores(value, vector, total):
-    """total + value @ vector^T in float32; [T, D], [Q, D]."""
+def _scores(value, vector, total, one):
+    """total + value @ vector^T in float32; [T, D], [Q, D]. `one` is 1.
+
+    Tensor cores cut off what they add to a long sum: each block of columns is summed from zero and added with rounding.
+    """
+    part = tl.zeros(total.shape, tl.float32)
     if value.dtype == tl.bfloat16:
         for _ in tl.static_range(3):
-            part = vector.to(tl.bfloat16)
-            vector -= part.to(tl.float32)
-            total = tl.dot(value, tl.trans(part), total)
+            narrow = vector.to(tl.bfloat16)
+            vector -= narrow.to(tl.float32)
+            part = tl.dot(value, tl.trans(narrow), part)
     else:
-        total = tl.dot(value.to(tl.float32), tl.trans(vector), total, input_precision="ieee")
-    return total
+        part = tl.dot(value.to(tl.float32), tl.trans(vector), part, input_precision="ieee")
+    return part * one + total  # a plain addition would become the product's own
 
 
 @triton.jit(do_not_specialize=["T", "Q"])
 def phase_score_kernel(
-    sources, vectors, weights, tops, totals, T, Q, eps,
+    sources, vectors, weights, tops, totals, T, Q, eps, one,
     D: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Softmax of Q queries over L sources: weights [T, L, Q], largest scores and sums of exponentials [Q, T]."""
@@ -49,7 +53,7 @@ def phase_score_kernel(
         for i in tl.static_range(L):
             at = token[:, None].to(tl.int64) * D + column
             value = tl.load(sources[i] + at, mask=live & (column < D), other=0.0)
-            scored = scored + (_scores(value, vector, scores[i]),)
+            scored = scored + (_scores(value, vector, scores[i], one),)
             wide = value.to(tl.float32)
             squared = squared + (squares[i] + tl.sum(wide * wide, 1),)
         scores = scored
@@ -145,7 +149,7 @@ def merge_constants(D: int) -> tuple[dict[str, int], dict[str, int]]:
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile for 24 queries over eight blocks of width 7168 in bfloat16, and for their merging."""
-    sources = {"sources": ("*bf16",) * 8, "weights": "*fp32", "T": "i32", "Q": "i32", "eps": "fp32"}
+    sources = {"sources": ("*bf16",) * 8, "weights": "*fp32", "T": "i32", "Q": "i32", "eps": "fp32", "one": "fp32"}
     stats = {"vectors": "*fp32", "vector": "*fp32", "tops": "*fp32", "totals": "*fp32"}
     merging = {"addend": "*bf16", "newest": "*bf16", "normed": "*bf16", "out_weight": "*bf16", "mixed": None}
     known = (

@@ -64,12 +64,18 @@ def exactly(values: dict[str, Tensor], added: bool = True) -> dict[str, Tensor]:
     "shape", [(9, 300, 7168), (2, 1031, 7168), (5, 33, 2560), (1, 7, 256), (10, 500, 1000), (3, 1, 300)]
 )
 def test_against_float64(shape: tuple[int, int, int], dtype: torch.dtype, twin: str, measured: list) -> None:
-    """Results and gradients at the widths of recipes and odd ones, with and without a sum before."""
+    """Results and gradients at the widths of recipes and odd ones, with and without a sum before.
+
+    In bfloat16 a result costs its own roundings and nothing else: 2^-9 / sqrt(3) each for values spread evenly over
+    powers of two, 1.7e-3 for normal ones. The norm has three (mixture, quotient, product), a gradient one.
+    """
     for added in (True, False):
         values = draw(*shape, dtype)
         found = errors(everything(values, added), exactly(values, added))
         measured.append((twin, f"attn_res {shape} {str(dtype)[6:]} {'added' if added else ''}", found))
-        assert max(found.values()) < (5e-3 if dtype == torch.bfloat16 else 5e-6), found
+        for name, error in found.items():
+            limit = 3.2e-3 if name == "normed" else 2.2e-3
+            assert error < (limit if dtype == torch.bfloat16 else 5e-6), (name, found)
 
 
 def test_mixture_alone(twin: str) -> None:
@@ -84,7 +90,7 @@ def test_mixture_alone(twin: str) -> None:
         grads = torch.autograd.grad(mixed, leaves, values["d_normed"].to(kind))
         results.append({"mixed": mixed.detach(), "probs": probs} | {str(i): x for i, x in enumerate(grads)})
     found = errors(*results)
-    assert max(found.values()) < 5e-3, found
+    assert max(found.values()) < 2.2e-3, found
 
 
 def test_same_bits_every_time(twin: str) -> None:
@@ -113,8 +119,11 @@ def test_more_than_2_to_the_31_values(twin: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_two_phases(dtype: torch.dtype) -> None:
-    """Phase one of 24 queries over eight blocks, and a merge with the sum before it and the norm after it."""
+def test_two_phases(dtype: torch.dtype, measured: list) -> None:
+    """Phase one of 24 queries over eight blocks, and a merge with the sum before it and the norm after it.
+
+    Sums of 7168 products are as good as those of float32 in both formats: no long sum is left to tensor cores.
+    """
     values = draw(9, 333, 7168, dtype)
     sources = [values[f"v{i}"] for i in range(8)]
     vectors = 0.05 * torch.randn(24, 7168, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
@@ -122,7 +131,9 @@ def test_two_phases(dtype: torch.dtype) -> None:
         one = inter_block(sources, vectors, EPS)
         exact = inter_block([x.double() for x in sources], vectors.double(), EPS)
         named = lambda found: dict(zip(("o", "max", "sum"), found))  # noqa: E731
-        assert max(errors(named(one), named(exact)).values()) < 2e-5
+        found = errors(named(one), named(exact))
+        measured.append(("phases", f"attn_res {str(dtype)[6:]}", found))
+        assert max(found.values()) < 1e-5, found
         row, exact_row = (one[0][5], one[1][5], one[2][5]), (exact[0][5], exact[1][5], exact[2][5])
         weight, partial = values["out_weight"], values["v8"]
         normed, newest = merge_normed(row, partial, vectors[5], weight, eps=EPS, addend_TD=values["addend"])
