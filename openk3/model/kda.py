@@ -12,6 +12,7 @@ from openk3.model.cache import Sequences, StateCache, States
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
+from openk3.ops.joint_linear import joint_linear
 from openk3.ops.kda.chunk import chunk_kda
 from openk3.ops.kda.decode import (
     DecodePool,
@@ -67,12 +68,9 @@ class KimiDeltaAttention(nn.Module):
         Sequences of one token that come first take a decoding step, whatever the others of the pass have. Where tokens
         may be refused, states stay as they are, and inputs are kept for `replay`.
         """
-        projected = Projected(
-            *(self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)),
-            self.f_b_proj(self.f_a_proj(x_TD)),
-            self.b_proj(x_TD),
-        )
-        gate_TC = self.g_proj(x_TD)
+        maps = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, self.g_proj)
+        q_TC, k_TC, v_TC, narrow_TK, beta_TH, gate_TC = joint_linear(x_TD, [each.weight for each in maps])
+        projected = Projected(q_TC, k_TC, v_TC, self.f_b_proj(narrow_TK), beta_TH)
         if trace.wants("decay"):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
         if cache is None:

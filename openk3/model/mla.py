@@ -16,7 +16,9 @@ from openk3.config.model import TextConfig
 from openk3.model.cache import LatentCache, Sequences
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.joint_linear import joint_linear
 from openk3.ops.mla.reference import absorbed_attention, joint_attention
+from openk3.ops.sigmoid_gate import sigmoid_gate
 
 LATENT_NORM_EPS = 1e-6  # the released code builds both latent norms with its class default, not with rms_norm_eps
 
@@ -44,16 +46,16 @@ class GatedMLA(nn.Module):
         self, x_TD: Tensor, sequences: Sequences, cache: LatentCache | None = None, trace: Trace = NO_TRACE
     ) -> Tensor:
         """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
-        q_THK = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (self.heads, -1))
-        latent_TC = self.latent(x_TD)
+        maps = (self.q_a_proj, self.kv_a_proj_with_mqa, *([self.g_proj] if self.g_proj is not None else []))
+        narrow_TC, joint_TC, *gate_TC = joint_linear(x_TD, [each.weight for each in maps])
+        q_THK = self.q_b_proj(self.q_a_layernorm(narrow_TC)).unflatten(-1, (self.heads, -1))
+        latent_TC = self._latent(joint_TC)
         if cache is None:
             o_THV = self.expanded(q_THK, latent_TC, sequences.cu_seqlens, sequences.cu_seqlens, trace)
         else:
             o_THV = self._continue(q_THK, cache.append(latent_TC, sequences), sequences, cache.lengths, trace)
         o_TC = o_THV.flatten(-2)
-        if self.g_proj is not None:
-            o_TC = o_TC * torch.sigmoid(self.g_proj(x_TD))
-        return self.o_proj(o_TC.to(x_TD.dtype))
+        return self.o_proj(sigmoid_gate(o_TC, gate_TC[0], x_TD.dtype) if gate_TC else o_TC.to(x_TD.dtype))
 
     def _continue(
         self, q_THK: Tensor, latents: Sequence[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace
@@ -73,7 +75,10 @@ class GatedMLA(nn.Module):
 
     def latent(self, x_TD: Tensor) -> Tensor:
         """What is cached per token: the normed latent, then the key part that all heads share, not normed [T, C+R]."""
-        latent_TC, shared_TR = self.kv_a_proj_with_mqa(x_TD).split((self.kv_rank, self.shared), -1)
+        return self._latent(self.kv_a_proj_with_mqa(x_TD))
+
+    def _latent(self, joint_TC: Tensor) -> Tensor:
+        latent_TC, shared_TR = joint_TC.split((self.kv_rank, self.shared), -1)
         return torch.cat((self.kv_a_layernorm(latent_TC), shared_TR), -1)
 
     def expanded(

@@ -17,6 +17,7 @@ from openk3.config.model import TextConfig
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.grouped_linear import grouped_linear
+from openk3.ops.joint_linear import joint_linear
 from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels, latent_experts
 from openk3.ops.norm import at_least_float32
 from openk3.ops.overlap import side_by_side
@@ -39,7 +40,8 @@ class DenseFFN(nn.Module):
 
     def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE) -> Tensor:
         """y_TD; nothing to trace."""
-        return self.down_proj(situ_glu(self.gate_proj(x_TD), self.up_proj(x_TD), self.beta, self.linear_beta))
+        gate_TI, up_TI = joint_linear(x_TD, (self.gate_proj.weight, self.up_proj.weight))
+        return self.down_proj(situ_glu(gate_TI, up_TI, self.beta, self.linear_beta))
 
 
 class Router(nn.Module):

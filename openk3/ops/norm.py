@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.backend import pick
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_WIDTH = 16384  # a row lies in the registers of one program of the kernels
 L2_EPS = 1e-6  # of the L2 norm of queries and keys, inside the root; kernels take it from here
 
 
@@ -43,6 +47,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., D], weight [D] -> [..., D] in the promoted dtype of both; the normalisation is in at least float32.
     """
+    if _by_kernels(x, weight):
+        from openk3.ops.norm_fused import fused_rms_norm
+
+        return fused_rms_norm(x, weight, eps)
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -51,12 +59,30 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
     o and gate [..., V], weight [V] -> [..., V] (report §2.1, output gate of KDA).
     """
+    if _by_kernels(o, gate, weight):
+        from openk3.ops.norm_fused import fused_gated_rms_norm
+
+        return fused_gated_rms_norm(o, gate, weight, eps)
     return _GatedRmsNorm.apply(o, gate, weight, eps)
 
 
 def l2_norm(x: Tensor, eps: float = L2_EPS, *, scale: float = 1.0) -> Tensor:
     """scale * x / sqrt(sum x^2 + eps) over the last dimension, in at least float32 (eps inside the root)."""
     return _L2Norm.apply(x, eps, scale)
+
+
+def _by_kernels(x: Tensor, *others: Tensor) -> bool:
+    return pick("norm", x, obstacle=_obstacle(x, others)) == "triton"
+
+
+def _obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
+    """Why the kernels cannot take rows and what goes with them, or None."""
+    width = x.shape[-1]
+    if not 0 < width <= _MOST_WIDTH or x.numel() >= width << 30:
+        return f"rows to norm are {list(x.shape)}, not 1 to {_MOST_WIDTH} wide and fewer than 2^30"
+    if any(y.dtype not in _NARROW or y.device != x.device for y in others):
+        return "a weight or gate has more than 32 bits or lies on another device"
+    return None
 
 
 def _sum_of_squares(wide: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def run(stream: DepthStream, queries: list[DepthQuery], norms: list[RMSNorm]) ->
     got = []
     for query, norm in zip(queries[:-1], norms):
         got.append(stream.read_normed(query, norm))
-        stream.write(torch.sin(3 * got[-1]) + 0.1)
+        stream.write(torch.sin(got[-1]) + 0.1)
     return [*got, stream.read(queries[-1]), stream.prefix_TD]
 
 

@@ -1,0 +1,45 @@
+"""Several linear maps of one input: what they hand back to it is added up inside the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def joint_linear(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x W^T [T, O] for each weight W [O, D], all of x's dtype.
+
+    As separate `F.linear` calls, but the gradient of x is made in one place, each product adding to it, where autograd
+    would write every one of them and then add them up. Under torch.autocast they are separate calls. Raises what
+    `F.linear` raises for shapes and dtypes that do not fit.
+    """
+    if torch.is_autocast_enabled(x_TD.device.type) or len(weights) == 1:
+        return tuple(F.linear(x_TD, weight) for weight in weights)
+    return _JointLinear.apply(x_TD, *weights)
+
+
+class _JointLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore[bad-override]  (the decorator hides the name of ctx)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted, *needed = ctx.needs_input_grad
+        d_x: Tensor | None = None
+        d_weights: list[Tensor | None] = []
+        for grad, weight, need in zip(grads, weights, needed, strict=True):
+            d_weights.append(grad.T @ x if grad is not None and need else None)
+            if grad is not None and wanted:
+                d_x = grad @ weight if d_x is None else d_x.addmm_(grad, weight)
+        return d_x, *d_weights
