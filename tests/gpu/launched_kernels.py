@@ -1,4 +1,6 @@
-"""Run every operation that has kernels at the size of real layers, and say which compiled kernels that took.
+"""Run operations that have kernels at the size of real layers, and say which compiled kernels that took.
+
+python tests/gpu/launched_kernels.py [PART ...]
 
 Prints JSON: for each variant its name, its spills on this GPU, and whether `compile_cases` of its module has it.
 """
@@ -7,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,16 @@ from kernel_compile import kernel_files, load, source_of  # noqa: E402
 from openk3.ops.kda.fused_backward import checkpointed_kda, fused_kda  # noqa: E402
 
 
-def run_attention() -> None:
-    """Training and prefill: whole sequences, sequences cut among multiprocessors, packed ones; checkpoints."""
-    for case in (Case((2048,), H=96), Case((700, 0, 333), H=96), Case((40000,), H=2), Case((8192, 100), H=12)):
-        for state in (True, False):
-            values = kernel_inputs(case, "cuda")
-            if not state:
-                del values["state"]
-            everything(fused_kda, values, case, cotangents(case, "cuda"))
-            with torch.no_grad():
-                call(fused_kda, values, case)
-                call(lambda *xs, **named: checkpointed_kda(xs[:5], xs[5], (1, 100), **named), values, case)
+def run_kda(case: Case) -> None:
+    """Training and prefill, with and without a state; checkpoints."""
+    for state in (True, False):
+        values = kernel_inputs(case, "cuda")
+        if not state:
+            del values["state"]
+        everything(fused_kda, values, case, cotangents(case, "cuda"))
+        with torch.no_grad():
+            call(fused_kda, values, case)
+            call(lambda *xs, **named: checkpointed_kda(xs[:5], xs[5], (1, 100), **named), values, case)
 
 
 def run_decoding() -> None:
@@ -170,10 +172,23 @@ def launched(arch: int) -> Iterator[dict[str, Any]]:
                     }
 
 
+PARTS: dict[str, Callable[[], None]] = {
+    "kda": partial(run_kda, Case((2048,), H=96)),
+    "kda_packed": partial(run_kda, Case((700, 0, 333), H=96)),
+    "kda_cut": partial(run_kda, Case((40000,), H=2)),  # among multiprocessors
+    "kda_uneven": partial(run_kda, Case((8192, 100), H=12)),
+    "kda_decode": run_decoding,
+    "convolutions": run_convolutions,
+    "latent_moe": run_latent_moe,
+    "depth": run_depth,
+    "mla": run_mla,
+}
+
+
 def main() -> None:
-    """Run, then print."""
-    for part in (run_attention, run_decoding, run_convolutions, run_latent_moe, run_depth, run_mla):
-        part()
+    """Run the parts that are named, or all, then print."""
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
     major, minor = torch.cuda.get_device_capability()
     print(json.dumps(list(launched(10 * major + minor))))
 

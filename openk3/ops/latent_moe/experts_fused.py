@@ -125,11 +125,10 @@ def _slot_gradient(d_rows: Tensor, shares: Tensor, plan: Plan) -> tuple[Tensor, 
     settings = rows_kernel.row_settings(C)
     if T:
         rows_kernel.slot_gradient_kernel[(triton.cdiv(T, settings["BT"]),)](
-            *(d_rows, shares, plan.row_Tk, d_z, d_weights, T, M),
+            *(d_rows, shares, plan.row_Tk, d_z, d_weights, T, M, len(shares)),
             **settings,
             K=k,
             CHOICES=triton.next_power_of_2(k),
-            BLOCKS=len(shares),
             num_warps=rows_kernel.row_warps(C),
         )
     return d_z, d_weights
