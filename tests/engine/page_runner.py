@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from named_outside import NamedOutside
+
 from openk3.config.serve import CacheConfig, PageShape
 from openk3.engine.block_pool import NoRoom
 from openk3.engine.hybrid_cache import HybridCache
+from openk3.engine.outside import Staged
 from openk3.engine.page_plans import CopyPlan, RequestCache
-from openk3.engine.prefix_keys import ImageSpan
+from openk3.engine.prefix_keys import HashChain, ImageSpan
+from openk3.engine.staging import swap_out
 
 POISON, ZERO, DRAFT = -1, -2, -3
 
@@ -33,6 +37,7 @@ class Driven:
     tenant: str
     images: Sequence[ImageSpan]
     names: list[int]
+    swapped: Staged | None = None
 
 
 class PageRunner:
@@ -44,6 +49,7 @@ class PageRunner:
         pages = range(cache.config.num_pages)
         self.rows = [[POISON] * self.shape.page_tokens for _ in pages]
         self.states: list[tuple[int, int]] = [(POISON, POISON) for _ in pages]
+        self.outside: NamedOutside | None = None
         self._names: dict[object, int] = {}
 
     def start(
@@ -54,15 +60,33 @@ class PageRunner:
         turn_ends: Iterable[int] = (),
     ) -> Driven:
         """Start a request; its hit must be what was computed for the same tokens, images, tenant and weights."""
-        request = self.cache.start(self.cache.name(tokens, tenant=tenant, images=images), turn_ends=turn_ends)
+        chain = self.cache.name(tokens, tenant=tenant, images=images)
+        request = self.cache.start(chain, turn_ends=turn_ends, staged=self.stage(chain))
         return self._driven(request, Driven(request, list(tokens), tenant, images, []))
 
     def again(self, driven: Driven) -> Driven:
         """Start a preempted request again, with the chain it has, or named anew if the weights have changed."""
-        chain = driven.cache.chain
+        chain, swapped = driven.cache.chain, driven.swapped
         if chain.salt.weights_version != self.cache.weights_version:
             chain = self.cache.name(driven.tokens, tenant=driven.tenant, images=driven.images)
-        return self._driven(self.cache.start(chain), driven)
+        again = self._driven(self.cache.start(chain, staged=self.stage(chain, swapped)), driven)
+        self.let_go(driven)
+        return again
+
+    def stage(self, chain: HashChain, swapped: Staged | None = None) -> Staged | None:
+        """What lies outside."""
+        return self.outside.stage(chain, chain.num_tokens - 1, swapped) if self.outside and chain.num_tokens else None
+
+    def swap_out(self, driven: Driven) -> None:
+        """Before a preemption."""
+        driven.swapped = swap_out(self.cache, driven.cache)
+
+    def let_go(self, driven: Driven) -> None:
+        """Of what was swapped, once it has started again or will not."""
+        if driven.swapped is not None:
+            assert self.outside is not None
+            self.outside.unpin([driven.swapped.tail])
+            driven.swapped = None
 
     def carry_out(self, driven: Driven) -> None:
         """Execute the request's plan, if there is one, without telling anybody."""
@@ -153,6 +177,15 @@ class PageRunner:
             self.states[target] = (POISON, POISON)
         for source, target in plan.state_copies:
             self._write_state(target, self.states[source])
+        for entry, target in plan.page_loads:
+            self.rows[target], self.states[target] = list(entry.rows), (POISON, POISON)
+        if plan.tail_load is not None:
+            entry, states, page, num_rows = plan.tail_load
+            assert len(entry.rows) == num_rows and len(entry.states) == len(states)
+            for state, name in zip(states, entry.states):
+                self._write_state(state, name)
+            self.rows[page] = entry.rows + [POISON] * (self.shape.page_tokens - num_rows)
+            self.states[page] = (POISON, POISON)
 
     def _write_state(self, page: int, state: tuple[int, int]) -> None:
         self.states[page] = state

@@ -155,11 +155,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _preempt(self, driven: Driven) -> None:
         self.running.remove(driven)
+        self.runner.swap_out(driven)
         self.runner.release(driven)
         try:
             again = self.runner.again(driven)
         except (NoRoom, RequestTooLarge):
             assert self.running or len(driven.tokens) > self.runner.cache.largest_request
+            self.runner.let_go(driven)
         else:
             self.running.append(again)
 
