@@ -29,17 +29,26 @@ def draw(shape: tuple[int, ...], kind: str = "normal") -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(shape: tuple[int, ...], measured: list[tuple[str, str, dict[str, float]]]) -> None:
-    """Every size, and kinds of matrices whose Gram matrix is hard."""
+    """Every size, and kinds of matrices whose Gram matrix is hard.
+
+    Both sides round X to bfloat16 first, ours after a power of two, plain after the norm, and small singular values
+    multiply that rounding by hundreds: of a small matrix with some of them it is most of the error, and which of two
+    draws of it is larger is chance. So where the way by one Gram matrix is taken, each side's arithmetic is judged on the
+    matrix that it works with: ours is no further from the exact iteration on it than plain from the exact one on its own.
+    Sizes beyond that do the same arithmetic as plain, with other roundings, and are judged by the whole error.
+    """
     for kind in ("normal", "spread", "outlier"):
         x_BMN = draw(shape if kind == "normal" else (min(shape[0], 4), *shape[1:]), kind)
-        want = definition(x_BMN)
-        found = {"ours": error(newton_schulz(x_BMN), want), "plain": error(plain(x_BMN), want)}
-        found["input"] = error(definition(x_BMN.bfloat16()), want)  # of rounding X, which nothing can mend
+        want, got, simple = definition(x_BMN), newton_schulz(x_BMN), plain(x_BMN)
+        norm = torch.linalg.vector_norm(x_BMN, dim=(1, 2), keepdim=True)
+        exact, exact_simple = (definition(x.bfloat16()) for x in (x_BMN, x_BMN / norm))
+        found = {"ours": error(got, want), "plain": error(simple, want), "input": error(exact, want)}
+        found |= {"own": error(got, exact), "plain's own": error(simple, exact_simple)}
         measured.append(("muon", f"{shape} {kind}", found))
         if min(shape[1:]) <= 128:
-            assert found["ours"] <= max(min(found["plain"], 1.1 * found["input"]), 1.01 * found["input"], 4e-3), kind
-        else:  # the same arithmetic as the plain iteration, with other roundings
-            assert found["ours"] <= max(1.1 * found["plain"], 4e-3), kind
+            assert found["own"] <= max(found["plain's own"], 4e-3), (kind, found)
+        else:
+            assert found["ours"] <= max(1.1 * found["plain"], 4e-3), (kind, found)
 
 
 @pytest.mark.parametrize("shape", [(9, 128, 640), (9, 640, 128), (5, 384, 512), (5, 300, 200)], ids=str)
