@@ -32,10 +32,10 @@ def test_against_float64(shape: tuple[int, ...], measured: list[tuple[str, str, 
     """Every size, and kinds of matrices whose Gram matrix is hard.
 
     Both sides round X to bfloat16 first, ours after a power of two, plain after the norm, and small singular values
-    multiply that rounding by hundreds: of a small matrix with some of them it is most of the error, and which of two
-    draws of it is larger is chance. So where the way by one Gram matrix is taken, each side's arithmetic is judged on the
-    matrix that it works with: ours is no further from the exact iteration on it than plain from the exact one on its own.
-    Sizes beyond that do the same arithmetic as plain, with other roundings, and are judged by the whole error.
+    multiply that rounding by hundreds: with some of them it is most of the error, and which of two draws of it is
+    larger is chance in a small matrix. So where all is done by one Gram matrix, each side's arithmetic is judged on the
+    matrix that it works with: ours is no further from the exact iteration on it than plain from that on its own. Larger
+    sizes do the same arithmetic as plain, with other roundings, and are judged by the whole error.
     """
     for kind in ("normal", "spread", "outlier"):
         x_BMN = draw(shape if kind == "normal" else (min(shape[0], 4), *shape[1:]), kind)
