@@ -6,9 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from openk3.config.model import ConfigError, ModelConfig, TextConfig
+from openk3.config.outer_tier import TierConfig
 
 HASH_TOKENS = 512  # the most tokens between two places where a prefix can be reused (report section 5.4.1)
 ROW_ALIGNMENT = 16  # bytes: rows hold numbers of several widths, and kernels load them by 16 bytes
+DRAFTS = ("mtp", "ngram")
 _MOST = 2**48
 
 
@@ -59,7 +61,9 @@ class PageShape:
             raise ConfigError("linear_attn_config.full_attn_layers: pages need at least one MLA layer")
         if linear.num_heads % tensor_parallel:
             raise ConfigError(f"tensor_parallel: {tensor_parallel} does not divide {linear.num_heads} KDA heads")
-        state = kda_row_bytes(text, value_bytes) // tensor_parallel if linear.kda_layers else 0
+        state = 0
+        if linear.kda_layers:
+            state = kda_row_bytes(text, value_bytes) // tensor_parallel + carry_bytes(text, value_bytes)
         token = text.latent_dim * value_bytes
         if page_tokens is None:
             page_tokens = max(1, _ceil(state, token * hash_tokens)) * hash_tokens
@@ -138,12 +142,32 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """Guesses at what comes next, of which a pass computes several at once; answers are the same with and without.
+
+    `draft` makes them: "mtp", the model's own MTP layer, or "ngram", what followed the same tokens earlier in the
+    request. At most `most_drafts` per request and pass; `adaptive` asks for as many as are worth their time.
+    """
+
+    draft: str = "mtp"
+    most_drafts: int = 8
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.draft not in DRAFTS:
+            raise ConfigError(f"draft: must be one of {', '.join(DRAFTS)}, got {str(self.draft)[:40]!r}")
+        _check_numbers(self, may_be_zero=set())
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine: its memory, and how it shares its time."""
 
     cache: CacheConfig
     step_tokens: int = 2048  # most tokens in one pass: its length in time, and the memory of its activations
     patience: int = 256  # steps of waiting that outweigh one level of priority; also see Scheduler
+    speculation: SpeculationConfig | None = None
+    tier: TierConfig | None = None  # memory behind the pages
 
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_zero={"patience"})
@@ -159,6 +183,11 @@ def kda_row_bytes(text: TextConfig, value_bytes: int = 2) -> int:
     return state + 3 * (linear.short_conv_kernel_size - 1) * linear.num_heads * linear.head_dim * value_bytes
 
 
+def carry_bytes(text: TextConfig, value_bytes: int = 2) -> int:
+    """Bytes of what a state keeps for the MTP layer: the hidden vector of the last token, read beside the next one."""
+    return text.hidden_size * value_bytes if text.num_nextn_predict_layers else 0
+
+
 def _ceil(value: int, unit: int) -> int:
     return -(-value // unit)
 
@@ -168,7 +197,7 @@ def _check_number(name: str, value: object, least: int = 1) -> None:
         raise ConfigError(f"{name}: must be a whole number of at least {least}, got {str(value)[:40]}")
 
 
-def _check_numbers(config: PageShape | CacheConfig | EngineConfig, may_be_zero: set[str]) -> None:
+def _check_numbers(config: PageShape | CacheConfig | SpeculationConfig | EngineConfig, may_be_zero: set[str]) -> None:
     for spec in dataclasses.fields(config):
         if spec.type == "int":
             _check_number(spec.name, getattr(config, spec.name), 0 if spec.name in may_be_zero else 1)

@@ -8,14 +8,18 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from openk3.config.model import ConfigError
 from openk3.config.serve import EngineConfig
 from openk3.engine.hybrid_cache import RequestTooLarge
 from openk3.engine.job import Job
 from openk3.engine.loop import Loop
 from openk3.engine.prompt import read_prompt
 from openk3.engine.request import Completion, Request, SamplingParams
+from openk3.engine.speculation import rows_version
 from openk3.engine.stats import Stats, stats_of
+from openk3.engine.store import Store
 from openk3.engine.stream import Listener, Stream, Update
+from openk3.engine.weights_digest import weights_digest
 from openk3.model.k3 import K3
 
 LOG = logging.getLogger(__name__)
@@ -26,11 +30,23 @@ class Engine:
 
     Any thread may submit, cancel and step; one step runs at a time. Callbacks (listeners, constraints, `ready`) run
     inside a step: they may submit and cancel, but not step. An error of a request ends that request only.
+
+    `weights_version` names the weights where cached prefixes outlive the engine (see TierConfig and Store): the same
+    name must always mean the same weights. Without it, a digest of the weights is computed there. `store` takes the
+    place of the tier's folder.
     """
 
-    def __init__(self, model: K3, config: EngineConfig, weights_version: str = "0") -> None:
+    def __init__(
+        self, model: K3, config: EngineConfig, weights_version: str | None = None, *, store: Store | None = None
+    ) -> None:
+        if store is not None and config.tier is None:
+            raise ConfigError("tier: a store needs memory before it; give a TierConfig")
         self.config = config
-        self._loop = Loop(model, config, weights_version)
+        self._keeps = config.tier is not None and (store is not None or config.tier.folder is not None)
+        if weights_version is None:
+            weights_version = weights_digest(model) if self._keeps else "0"
+        self._loop = Loop(model, config, weights_version, store)
+        self._is_closed = False
         self._num_loads = 0
         self._lock = threading.Lock()
         self._stepper: int | None = None
@@ -44,6 +60,8 @@ class Engine:
         `listener` is told of each step's news, in the thread that steps; if it raises, its request is cancelled.
         Raises ValueError for a request that this model cannot read, RequestTooLarge for one that never fits.
         """
+        if self._is_closed:
+            raise RuntimeError("the engine is closed")
         prompt, books = read_prompt(request, self._loop.runner.model), self._loop.books
         if len(prompt.token_ids) > books.largest_request:
             most = books.largest_request
@@ -81,6 +99,18 @@ class Engine:
             finally:
                 self._stepper = None
 
+    def close(self, *, write: bool = True) -> None:
+        """Cancel what is left, and write cached prefixes to the store, if there is one, for the engines that follow.
+
+        `write=False` leaves that out. Nothing can be submitted afterwards; to close again does nothing.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._take_in()
+                self._loop.close(write=write)
+                self._deliver()
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Whole answers, in order; one that failed says so in its `finish`. Raises what `submit` raises."""
         streams = list[Stream]()
@@ -106,17 +136,24 @@ class Engine:
         """Go on with a model whose weights are new; another one of the same kind, or the same one changed in place.
 
         Nothing computed before is found by requests that start from now on; those that run go on with what they have.
-        `version` names the weights. Raises ValueError if the model differs in more than its weights.
+        `version` names the weights, as in the constructor. Raises ValueError if the model differs in more than its
+        weights, or if new weights that prefixes are kept for have the old name.
         """
         old, new = self._loop.runner.model.embed.weight, model.embed.weight
         if model.config != self._loop.runner.model.config:
             raise ValueError("load_weights: the new model's configuration differs")
         if (old.dtype, old.device) != (new.dtype, new.device):
             raise ValueError(f"load_weights: {new.dtype} on {new.device} cannot follow {old.dtype} on {old.device}")
+        name = weights_digest(model) if version is None and self._keeps else version
         with self._lock:
             self._num_loads += 1
+            name = rows_version(f"load {self._num_loads}" if name is None else name, self.config.speculation)
+            if version is not None and self.config.tier and name == self._loop.books.weights_version:
+                raise ValueError(
+                    f"load_weights: version {version!r} names the weights before; give new ones a new name"
+                )
             self._loop.runner.model = model
-            self._loop.books.new_weights(f"load {self._num_loads}" if version is None else version)
+            self._loop.books.new_weights(name)
             for job in self._loop.scheduler.running:
                 job.features.clear()
 
@@ -135,6 +172,8 @@ class Engine:
             self._loop.scheduler.check()
             running = bool(self._loop.scheduler.running)
             assert running or self._loop.books.pool.num_held == 0, "pages are held by nobody"
+            if self._loop.tier is not None:
+                self._loop.tier.check()
 
     def _take_in(self) -> None:
         """What has been submitted and cancelled since the last step."""

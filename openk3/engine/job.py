@@ -49,6 +49,8 @@ class Job:
     num_scored: int = 1  # tokens of the prompt whose log-probability is known, or of no interest
     num_cached: int | None = None  # tokens that its first start found in the cache
     features: dict[int, Any] = field(default_factory=dict)  # of images that the next passes reach into
+    num_drafts: int = 0  # guesses that are wanted behind its known tokens in the next pass
+    drafts: list[int] = field(default_factory=list)  # guesses in the pass that is under way
     swapped: Staged | None = None  # its state of before, if it was preempted and that was kept
     fetch: Fetch | None = None  # of its prefix, from outside the pages
 
@@ -91,11 +93,12 @@ class Job:
 
 
 class Work(NamedTuple):
-    """A job's part of a pass: its tokens start .. end - 1, for which room is reserved."""
+    """A job's part of a pass: its tokens start .. end - 1, for which room is reserved; the last ones may be guesses."""
 
     job: Job
     start: int
     end: int
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +106,27 @@ class Work(NamedTuple):
         return self.end - self.start
 
     @property
+    def num_known(self) -> int:
+        """Tokens of the job before guesses."""
+        return self.end - self.num_drafts
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the pass."""
+        return self.job.token_ids[self.start : self.num_known] + self.job.drafts[: self.num_drafts]
+
+    @property
     def samples(self) -> bool:
         """Whether the pass reaches the last known token, and another one is wanted."""
-        return self.end == self.job.num_tokens and self.job.request.params.max_tokens != 0
+        return self.num_known == self.job.num_tokens and self.job.request.params.max_tokens != 0
+
+    @property
+    def order(self) -> tuple[bool, int, tuple[int, int]]:
+        """For sorting a pass: single tokens, then those with guesses, then the others, fewest tokens first."""
+        return not self.num_drafts and self.num_tokens > 1, self.num_tokens, self.job.rank
+
+
+def held(work: Work) -> RequestCache:
+    """What the work's job holds of the memory: it runs."""
+    assert work.job.cache is not None
+    return work.job.cache

@@ -3,7 +3,8 @@
 A page has equal rows, one per MLA layer and one for the MTP layer. Row r of a page of latents holds `page_tokens`
 latents of MLA layer r. Row r of page g of a state holds KDA layer g * rows + r: its state [H, K, V] in at least
 float32, then the last W - 1 raw inputs of the q, k and v convolutions [H * K, W - 1] each, so that a head's share is
-one range of bytes in each of the four.
+one range of bytes in each of the four. In a model with an MTP layer, room for the hidden vector of the last token comes
+behind; the one in row 0 of the first group is used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from openk3.config.model import ConfigError, ModelConfig
-from openk3.config.serve import ROW_ALIGNMENT, CacheConfig, PageShape, kda_row_bytes
+from openk3.config.serve import ROW_ALIGNMENT, CacheConfig, PageShape, carry_bytes, kda_row_bytes
 from openk3.engine.page_plans import CopyPlan
 
 
@@ -41,12 +42,23 @@ class PageMemory:
         _check(self.shape, model, dtype.itemsize)
         shape = (config.num_pages, self.shape.layers_per_page, self.shape.row_bytes // 8)
         self._words_PRB = torch.empty(shape, dtype=torch.int64, device=device)
-        self._state_words = _words(kda_row_bytes(model.text, dtype.itemsize))
+        self._kda_bytes = kda_row_bytes(model.text, dtype.itemsize)
+        self._state_words = _words(self._kda_bytes + carry_bytes(model.text, dtype.itemsize))
 
     @property
     def nbytes(self) -> int:
         """Of all pages."""
         return self._words_PRB.nbytes
+
+    @property
+    def words_PRB(self) -> Tensor:
+        """All pages as words of eight bytes [P, rows of a page, words of a row], for whoever moves bytes."""
+        return self._words_PRB
+
+    @property
+    def state_words(self) -> int:
+        """Words of a row that one KDA layer's state takes, with all that belongs to it."""
+        return self._state_words
 
     def latents(self, row: int) -> Tensor:
         """Latents of the MLA layer (or the MTP layer) of this row [P, page_tokens, C+R]: a view."""
@@ -64,6 +76,10 @@ class PageMemory:
         start, size = count * wide.itemsize, heads * width * taps
         inputs = [self._row(row, start + i * size * self.dtype.itemsize, size, self.dtype) for i in range(3)]
         return StatePages(state_PHKV, tuple(x.unflatten(-1, (heads * width, taps)) for x in inputs))
+
+    def carries(self) -> Tensor:
+        """Hidden vectors of the last tokens that states of the first group have come to [P, D]: a view."""
+        return self._row(0, self._kda_bytes, self._text.hidden_size, self.dtype)
 
     def carry_out(self, plan: CopyPlan) -> None:
         """Zero and copy as the plan says."""

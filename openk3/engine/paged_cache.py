@@ -7,7 +7,7 @@ latents as they were, and states of which nobody knows how far they have come: t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,8 +20,11 @@ from torch.nn import functional as F
 from openk3.config.model import ModelConfig
 from openk3.engine.page_memory import PageMemory
 from openk3.engine.page_plans import RequestCache
-from openk3.model.cache import Sequences, States
+from openk3.model.cache import Drafts, Sequences, States
+from openk3.ops.kda.decode import Projected
 from openk3.ops.mla.paged_rows import PagedRows, PageTables
+
+Replay = Callable[[Projected, Sequences, States], States]
 
 
 class Span(NamedTuple):
@@ -89,14 +92,20 @@ class PagedStates:
     def __init__(self, owner: PagedCache, group: int, row: int) -> None:
         self._owner, self._group = owner, group
         self._state_PHKV, self._inputs_PCW = owner.memory.states(row)
+        self.drafts: Drafts | None = None
 
-    def read(self, which: slice) -> States:
+    def replay(self, run: Replay, which: list[int], rows: Tensor, sequences: Sequences) -> None:
+        """Move states of drafts on by `rows` of the inputs that the pass has kept, as the layer's `run` has it."""
+        assert self.drafts is not None and self.drafts.inputs is not None
+        self.write(which, run(self.drafts.inputs.rows(rows), sequences, self.read(which)))
+
+    def read(self, which: slice | list[int]) -> States:
         """Copies of what these requests have reached; a window's oldest input, which nobody needs, is zero."""
         slots = self._owner.batch.slots[self._group][which]
         windows = tuple(F.pad(inputs_PCW[slots], (1, 0)) for inputs_PCW in self._inputs_PCW)
         return self._state_PHKV[slots], windows
 
-    def write(self, which: slice, states: States) -> None:
+    def write(self, which: slice | list[int], states: States) -> None:
         """Overwrite the requests' own pages."""
         slots = self._owner.batch.slots[self._group][which]
         state_NHKV, windows = states
@@ -119,12 +128,31 @@ class PagedLatents:
 
     def append(self, latent_TC: Tensor, sequences: Sequences) -> PagedRows:
         """Write the pass's rows; returns all rows of each request, where they lie."""
-        batch = self._owner.batch
-        self._latents_PTC[batch.targets] = latent_TC.to(self._latents_PTC.dtype)
-        return PagedRows(self._latents_PTC, batch.tables)
+        self.write(latent_TC)
+        return PagedRows(self._latents_PTC, self._owner.batch.tables)
+
+    def write(self, latent_TC: Tensor) -> None:
+        """Write the pass's rows."""
+        self._latents_PTC[self._owner.batch.targets] = latent_TC.to(self._latents_PTC.dtype)
 
     def commit(self) -> None:
         """Rows count once the books say so: nothing to do here."""
+
+
+class PagedCarries:
+    """The hidden vector behind each request's last token, which goes where its state goes."""
+
+    def __init__(self, owner: PagedCache) -> None:
+        self._owner = owner
+        self._carry_PD = owner.memory.carries()
+
+    def read(self) -> Tensor:
+        """Of the requests of the pass [N, D]; zeros before the first token."""
+        return self._carry_PD[self._owner.batch.slots[0]]
+
+    def write(self, which: list[int], carry_ND: Tensor) -> None:
+        """Overwrite those of some requests."""
+        self._carry_PD[self._owner.batch.slots[0][which]] = carry_ND.to(self._carry_PD.dtype)
 
 
 class PagedCache:
@@ -144,12 +172,24 @@ class PagedCache:
             else:
                 self.layers.append(PagedLatents(self, num_mla))
                 num_mla += 1
-        self.mtp = PagedLatents(self, num_mla) if config.text.num_nextn_predict_layers else None
+        has_mtp = config.text.num_nextn_predict_layers > 0
+        self.mtp = PagedLatents(self, num_mla) if has_mtp else None
+        self.carries = PagedCarries(self) if has_mtp and num_kda else None
 
-    def bind(self, spans: Sequence[Span]) -> Batch:
-        """The next pass continues these requests, in this order; room for their tokens must be reserved."""
+    def bind(self, spans: Sequence[Span], drafts: slice | None = None) -> Batch:
+        """The next pass continues these requests, in this order; room for their tokens must be reserved.
+
+        `drafts` are those whose states stay as they are (see Drafts), for `replay`.
+        """
         self.batch = Batch(tuple(spans), self.memory.shape.page_tokens, self._device)
+        for states in self.states:
+            states.drafts = None if drafts is None else Drafts(drafts)
         return self.batch
+
+    @property
+    def states(self) -> list[PagedStates]:
+        """Of all KDA layers."""
+        return [layer for layer in self.layers if isinstance(layer, PagedStates)]
 
     def check(self, sequences: Sequences) -> None:
         """Raise ValueError if the pass is not the one that was announced."""

@@ -9,26 +9,31 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from openk3.engine.draft import Draft, Passed
 from openk3.engine.hybrid_cache import HybridCache
-from openk3.engine.job import Job, Work
+from openk3.engine.job import Job, Work, held
+from openk3.engine.outer_tier import OuterTier
 from openk3.engine.page_memory import PageMemory
-from openk3.engine.page_plans import RequestCache
-from openk3.engine.paged_cache import PagedCache, Span
+from openk3.engine.paged_cache import PagedCache, PagedStates, Span
 from openk3.engine.request import Token
 from openk3.engine.sampler import best
 from openk3.inputs.packed import MediaItem
+from openk3.model.cache import Sequences
 from openk3.model.k3 import K3
+from openk3.model.kda import KimiDeltaAttention
+from openk3.model.layer import Layer
 from openk3.ops.cross_entropy import token_logprobs
 
 SCORED_ROWS = 256  # whose logits exist at once
 
 
 class Results(NamedTuple):
-    """What a pass is for: logits [N, V] behind the last known token of N jobs, and scored tokens of prompts."""
+    """What a pass is for: logits [N, V] behind last known tokens and guesses, and scored tokens of prompts."""
 
     logits_NV: Tensor
-    jobs: list[Job]
+    works: list[Work]  # those that have such rows: one each, and one for each guess
     scored: dict[Job, list[Token]]
+    carry_TD: Tensor | None  # see Draft.observe
 
 
 class Runner:
@@ -40,6 +45,8 @@ class Runner:
         self.device = model.embed.weight.device
         self.memory = PageMemory(books.config, model.config, model.embed.weight.dtype, self.device)
         self.cache = PagedCache(self.memory, model.config, self.device)
+        self.draft: Draft | None = None
+        self.tier: OuterTier | None = None
 
     @torch.no_grad()
     def prepare(self, work: Work) -> None:
@@ -58,31 +65,78 @@ class Runner:
     def run(self, works: Sequence[Work]) -> Results:
         """Carry out plans, run the pass, enter it in the books, leave checkpoints where they belong.
 
-        If it raises, states of its jobs may have moved on without the books: every one of them must start again.
+        Works are in their order (`Work.order`). Those with guesses are entered by `settle`. If it raises, states of its
+        jobs may have moved on without the books: every one of them must start again.
         """
         for work in works:
             self._land(work)
-        batch = self.cache.bind([Span(_held(work), work.start, work.num_tokens) for work in works])
-        h_TD = self.model.backbone(self._inputs(works), batch.cu_seqlens, self.cache)
-        results = self._results(h_TD, works)
-        for work in works:
-            self.books.computed(_held(work), work.end)
-            self._land(work)
+        drafted = [n for n, work in enumerate(works) if work.num_drafts]
+        spans = [Span(held(work), work.start, work.num_tokens) for work in works]
+        batch = self.cache.bind(spans, slice(drafted[0], drafted[-1] + 1) if drafted else None)
+        x_TD, draft = self._inputs(works), self.draft
+        h_TD = self.model.backbone(x_TD, batch.cu_seqlens, self.cache, None if draft is None else draft.trace)
+        carry_TD = None if draft is None else draft.observe(Passed(self.cache, x_TD, h_TD))
+        results = self._results(h_TD, works, carry_TD)
+        self._enter(works, {n: work.end for n, work in enumerate(works) if not work.num_drafts}, carry_TD)
         return results
+
+    @torch.no_grad()
+    def settle(self, works: Sequence[Work], carry_TD: Tensor | None) -> None:
+        """Behind `run`, for works whose jobs have taken over what was right of their guesses: move their states on.
+
+        Only the accepted tokens are replayed, from inputs that the pass has kept, in pieces that end where a checkpoint
+        belongs. A job that has got no token stays where it was. The same holds if it raises as for `run`.
+        """
+        left = {n: work for n, work in enumerate(works) if work.num_drafts and work.job.num_tokens > work.num_known}
+        while left:
+            stops = self.books.checkpoints.next_stop
+            ends = {n: stops(held(work), work.job.num_tokens - 1) for n, work in left.items()}
+            self._replay(works, ends)
+            self._enter(works, ends, carry_TD)
+            left = {n: work for n, work in left.items() if work.job.num_left > 1}
+
+    def _replay(self, works: Sequence[Work], ends: dict[int, int]) -> None:
+        """Move states of works with guesses from what is computed to these ends."""
+        first = next(n for n, work in enumerate(works) if work.num_drafts)
+        begins = list(accumulate((work.num_tokens for work in works[first:]), initial=0))
+        rows, bounds = list[int](), [0]
+        for n, end in ends.items():
+            before = begins[n - first] - works[n].start
+            rows += range(before + works[n].job.num_computed, before + end)
+            bounds.append(len(rows))
+        rows_T = torch.tensor(rows, device=self.device)
+        sequences = Sequences(torch.tensor(bounds, dtype=torch.int32, device=self.device))
+        for layer, states in zip(self.model.layers, self.cache.layers):
+            if isinstance(states, PagedStates):
+                mixer = cast(KimiDeltaAttention, cast(Layer, layer).mixer)
+                states.replay(mixer.replay, list(ends), rows_T, sequences)
+
+    def _enter(self, works: Sequence[Work], ends: dict[int, int], carry_TD: Tensor | None) -> None:
+        """States of some works have come to these ends: carry, books, checkpoints."""
+        if carry_TD is not None and ends:
+            begins = list(accumulate((work.num_tokens for work in works), initial=0))
+            last = [begins[n] + end - 1 - works[n].start for n, end in ends.items()]
+            assert self.cache.carries is not None
+            self.cache.carries.write(list(ends), carry_TD[last])
+        for n, end in ends.items():
+            self.books.computed(held(works[n]), end)
+            self._land(works[n])
 
     def _land(self, work: Work) -> None:
         """Make the copies that a job's start or checkpoint asks for."""
-        held = _held(work)
-        if held.plan is not None:
-            self.memory.carry_out(held.plan)
-            self.books.landed(held)
+        request = held(work)
+        if request.plan is not None:
+            self.memory.carry_out(request.plan)
+            if self.tier is not None:
+                self.tier.load(request.plan)
+            self.books.landed(request)
 
     def _inputs(self, works: Sequence[Work]) -> Tensor:
         """x_TD of all works: embedded tokens, and features where images are."""
-        ids = [token for job, start, end in works for token in job.token_ids[start:end]]
+        ids = [token for work in works for token in work.token_ids]
         x_TD = self.model.embed(torch.tensor(ids, device=self.device))
         row = 0
-        for job, start, end in works:
+        for job, start, end, _ in works:
             for n, features_TD in job.features.items():
                 first, count, _ = job.prompt.spans[n]
                 inside = slice(max(first, start), min(first + count, end))
@@ -91,16 +145,16 @@ class Runner:
             row += end - start
         return x_TD
 
-    def _results(self, h_TD: Tensor, works: Sequence[Work]) -> Results:
+    def _results(self, h_TD: Tensor, works: Sequence[Work], carry_TD: Tensor | None) -> Results:
         ends = accumulate(work.num_tokens for work in works)
-        last = [(end - 1, work.job) for end, work in zip(ends, works) if work.samples]
-        rows = torch.tensor([row for row, _ in last], dtype=torch.int64, device=self.device)
+        last = [row for end, work in zip(ends, works) if work.samples for row in range(end - 1 - work.num_drafts, end)]
+        rows = torch.tensor(last, dtype=torch.int64, device=self.device)
         scored, row = {}, 0
         for work in works:
             if work.job.request.params.prompt_logprobs is not None:
                 scored[work.job] = self._score(h_TD[row : row + work.num_tokens], work)
             row += work.num_tokens
-        return Results(self.model.logits(h_TD[rows]), [job for _, job in last], scored)
+        return Results(self.model.logits(h_TD[rows]), [work for work in works if work.samples], scored, carry_TD)
 
     def _score(self, h_TD: Tensor, work: Work) -> list[Token]:
         """The prompt's tokens that follow this work's, and whose log-probability is not known yet."""
@@ -116,8 +170,3 @@ class Runner:
             tops = best(self.model.lm_head(normed_TD), alternatives) if alternatives else [()] * len(ids)
             scored += map(Token, ids, logprob_T.tolist(), tops)
         return scored
-
-
-def _held(work: Work) -> RequestCache:
-    assert work.job.cache is not None
-    return work.job.cache

@@ -27,15 +27,16 @@ def uniform(seed: int, place: int, purpose: bytes = b"token") -> float:
     return (int.from_bytes(digest.digest(), "little") >> 11) / 2**53
 
 
-def choose(logits_NV: Tensor, jobs: Sequence[Job]) -> list[Token | Exception]:
-    """The next token of each job from its row, or what went wrong with that job alone.
+def choose(logits_NV: Tensor, jobs: Sequence[Job], places: Sequence[int]) -> list[Token | Exception]:
+    """For each row the token of its job at that place of the answer, or what went wrong with that job alone.
 
+    Places may lie behind the answer's tokens so far, among drafts of the job that are taken for right.
     Log-probabilities are those of the logits themselves. Errors: what a constraint raises, ValueError where it allows
     no token, BrokenModelError where logits are not finite.
     """
     wide_NV = at_least_float32(logits_NV)
     results: list[Token | Exception | None] = [None] * len(jobs)
-    choices_NV = _constrained(wide_NV, jobs, results)
+    choices_NV = _constrained(wide_NV, jobs, places, results)
     peaks = wide_NV.amax(-1).isfinite().tolist() if jobs else []
     for n, finite in enumerate(peaks):
         if not finite:
@@ -43,7 +44,9 @@ def choose(logits_NV: Tensor, jobs: Sequence[Job]) -> list[Token | Exception]:
     good = [n for n, result in enumerate(results) if result is None]
     if good:
         rows = torch.tensor(good, device=wide_NV.device)
-        for n, token in zip(good, _draw(wide_NV[rows], choices_NV[rows], [jobs[n] for n in good])):
+        whose = [jobs[n] for n in good]
+        ids_N = draw(choices_NV[rows], whose, [places[n] for n in good])
+        for n, token in zip(good, _tokens(wide_NV[rows], ids_N, whose)):
             results[n] = token
     return [result for result in results if result is not None]
 
@@ -54,14 +57,17 @@ def best(logits_NV: Tensor, count: int) -> list[Top]:
     return [tuple(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
 
 
-def _constrained(wide_NV: Tensor, jobs: Sequence[Job], results: list[Token | Exception | None]) -> Tensor:
+def _constrained(
+    wide_NV: Tensor, jobs: Sequence[Job], places: Sequence[int], results: list[Token | Exception | None]
+) -> Tensor:
     """Logits with -inf where constraints forbid a token; a job whose constraint fails has its error in `results`."""
     choices_NV = wide_NV
     for n, job in enumerate(jobs):
         if job.request.constraint is None:
             continue
         try:
-            allowed_V = job.request.constraint.allowed(job.token_ids[job.num_prompt :])
+            answer = job.token_ids[job.num_prompt :] + job.drafts
+            allowed_V = job.request.constraint.allowed(answer[: places[n]])
             if allowed_V is None:
                 continue
             allowed_V = allowed_V.to(wide_NV.device, torch.bool)
@@ -75,16 +81,22 @@ def _constrained(wide_NV: Tensor, jobs: Sequence[Job], results: list[Token | Exc
     return choices_NV
 
 
-def _draw(wide_NV: Tensor, choices_NV: Tensor, jobs: Sequence[Job]) -> list[Token]:
-    params, device = [job.request.params for job in jobs], wide_NV.device
-    ids_N = sample(
-        choices_NV,
+def draw(logits_NV: Tensor, jobs: Sequence[Job], places: Sequence[int]) -> Tensor:
+    """Ids [N] by each job's parameters and its own number for that place of its answer; logits in at least float32."""
+    params, device, dtype = [job.request.params for job in jobs], logits_NV.device, logits_NV.dtype
+    numbers = [uniform(job.seed, place) for job, place in zip(jobs, places)]
+    return sample(
+        logits_NV,
         None,
-        temperature=torch.tensor([p.temperature for p in params], dtype=wide_NV.dtype, device=device),
+        temperature=torch.tensor([p.temperature for p in params], dtype=dtype, device=device),
         top_k=torch.tensor([p.top_k for p in params], device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=wide_NV.dtype, device=device),
-        uniform_N=torch.tensor([uniform(job.seed, job.num_answer) for job in jobs], dtype=torch.float64, device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=dtype, device=device),
+        uniform_N=torch.tensor(numbers, dtype=torch.float64, device=device),
     )
+
+
+def _tokens(wide_NV: Tensor, ids_N: Tensor, jobs: Sequence[Job]) -> list[Token]:
+    params = [job.request.params for job in jobs]
     chosen_N = wide_NV.gather(1, ids_N[:, None]).squeeze(1)
     logprobs = (chosen_N - wide_NV.logsumexp(-1)).tolist()
     most = max(p.logprobs for p in params)

@@ -1,7 +1,8 @@
 """Scheduler: which requests run, and how many tokens each of them has in the next pass.
 
 There are no phases: a job computes tokens until it has caught up with those that are known, be they prompt, answer or
-what a preemption has lost. A pass has at most `step_tokens` tokens.
+what a preemption has lost, and with guesses behind them (`Job.num_drafts`), for which nobody is preempted. A pass has
+at most `step_tokens` tokens.
 
 Order. A job's rank is the step in which it came minus `patience` times its priority, then its number. It never changes,
 so only jobs that come within `patience` steps per level of priority can overtake, and every job is first some day.
@@ -64,7 +65,7 @@ class Scheduler:
             if work is not None:
                 job.last_served = self.step
                 works.append(work)
-        return sorted(works, key=lambda work: (work.num_tokens, work.job.rank))
+        return sorted(works, key=lambda work: work.order)
 
     def preempt(self, job: Job, *, keep_state: bool = True) -> None:
         """Take a running job's pages; it waits, and computes again what the cache has lost by then.
@@ -99,7 +100,7 @@ class Scheduler:
     def _release(self, job: Job) -> None:
         assert job.cache is not None
         self.books.release(job.cache)
-        job.cache = None
+        job.cache, job.num_drafts, job.drafts = None, 0, []
         job.features.clear()
         self.running.remove(job)
 
@@ -135,9 +136,7 @@ class Scheduler:
 
     def _start(self, job: Job) -> bool:
         """Give a waiting job its first pages and its prefix."""
-        if job.chain.salt.weights_version != self.books.weights_version:
-            tenant = job.request.tenant
-            job.chain = self.books.name(job.token_ids, tenant=tenant, images=job.prompt.spans)
+        name_again(self.books, job)
         ends = {*job.prompt.turn_ends, job.num_prompt}
         staged = job.swapped if job.fetch is None else job.fetch.staged
         try:
@@ -163,7 +162,9 @@ class Scheduler:
         if job.cache is None:  # preempted for one before it
             return None
         start = job.num_computed
-        end = self.books.checkpoints.next_stop(job.cache, start + num_tokens)
+        end = start + num_tokens
+        if end <= job.num_tokens:  # of drafts, what is accepted is replayed in pieces that end at checkpoints
+            end = self.books.checkpoints.next_stop(job.cache, end)
         for victim in self._after(job):
             if self.books.reservable(job.cache) > start:
                 break
@@ -172,12 +173,18 @@ class Scheduler:
         if end <= start:
             return None
         self.books.reserve(job.cache, end)
-        return Work(job, start, end)
+        return Work(job, start, end, max(0, end - job.num_tokens))
 
     def _after(self, job: Job) -> Iterator[Job]:
         """Running jobs behind this one, the last in rank first."""
         while self.running[-1] is not job:
             yield self.running[-1]
+
+
+def name_again(books: HybridCache, job: Job) -> None:
+    """Names under the present weights for a job that does not run, if it was named for others."""
+    if job.chain.salt.weights_version != books.weights_version:
+        job.chain = books.name(job.token_ids, tenant=job.request.tenant, images=job.prompt.spans)
 
 
 def _let_go_outside(books: HybridCache, job: Job) -> None:

@@ -2,8 +2,9 @@
 
 Where one token is left (decoding), jobs served least recently go first. Of what there is for jobs with more left, a
 quarter is for the first in rank, and the rest for the highest priority, there for the shortest. While both kinds want
-tokens, three quarters of the budget are for the first kind and a quarter is for the second. Quarters are exact on
-average of four turns. Hence these bounds, with B tokens in a pass, for jobs that have their pages:
+tokens, three quarters of the budget are for the first kind and a quarter is for the second; what decoding jobs leave
+of their part is for their drafts. Quarters are exact on average of four turns. Hence these bounds, with B tokens in a
+pass, for jobs that have their pages:
 - of D jobs with one token left, each has it within ceil(D / (3 B // 4)) passes (B > 1);
 - a job with several tokens left is through after ceil(4 W / 3 R) + 1 passes, and one more for each checkpoint that cuts
   a chunk short, where R tokens of each pass are for such jobs (B / 4 at worst), and W are those of all jobs of higher
@@ -33,7 +34,11 @@ class Shares:
         kept = min(_quarter(budget, self._mixed_turns), sum(job.num_left for job in prompts))
         for job in decodes[: budget - kept]:
             shares[job] = 1
-        budget -= len(shares)
+        spare = budget - kept - len(shares)
+        for job in list(shares):
+            shares[job] += min(spare, job.num_drafts)
+            spare -= shares[job] - 1
+        budget -= sum(shares.values())
         if not prompts or not budget:
             return shares
         self._prompt_turns += 1

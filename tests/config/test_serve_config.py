@@ -36,7 +36,7 @@ def test_small_models_choose_small_pages() -> None:
     """A given page size stands, and a state still fits into a row; the MTP layer's latents have their own row."""
     model = small_model()
     shape = PageShape.of(model, page_tokens=8, hash_tokens=4, value_bytes=4)
-    state = 2 * 16 * 16 * 4 + 3 * 3 * 32 * 4
+    state = 2 * 16 * 16 * 4 + 3 * 3 * 32 * 4 + 32 * 4  # and the hidden vector that the MTP layer goes on from
     assert shape == PageShape(8, 4, 1 + model.text.num_nextn_predict_layers, 1, state)
     wide = PageShape.of(model, page_tokens=4096, hash_tokens=4, value_bytes=4)
     assert wide.row_bytes == 4096 * 24 * 4
@@ -48,7 +48,10 @@ def test_rows_are_aligned_and_hold_what_they_must() -> None:
     model = small_model(kv_lora_rank=15, qk_rope_head_dim=6)
     assert kda_row_bytes(model.text, 8) == (2 * 16 * 16 + 3 * 3 * 32) * 8
     assert PageShape.of(model, page_tokens=255, hash_tokens=1, value_bytes=2).row_bytes == 255 * 21 * 2 + 10
-    assert PageShape.of(model, page_tokens=1, hash_tokens=1, value_bytes=8).row_bytes == kda_row_bytes(model.text, 8)
+    assert (
+        PageShape.of(model, page_tokens=1, hash_tokens=1, value_bytes=8).row_bytes
+        == kda_row_bytes(model.text, 8) + 32 * 8
+    )
 
 
 def test_limits_follow_from_the_shape() -> None:

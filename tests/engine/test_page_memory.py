@@ -87,8 +87,8 @@ def test_plans_are_carried_out() -> None:
     [
         ({"layers_per_page": 3}, "layers_per_page: 3, but the model's pages need 2"),
         ({"kda_groups": 3}, "kda_groups: 3, but the model's pages need 2"),
-        ({"row_bytes": 2048}, "row_bytes: 2048, but the model's pages need 6400"),
-        ({"row_bytes": 6408}, "row_bytes: must be a multiple of 16, got 6408"),
+        ({"row_bytes": 2048}, "row_bytes: 2048, but the model's pages need 6656"),
+        ({"row_bytes": 6664}, "row_bytes: must be a multiple of 16, got 6664"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_one_line(changes: dict[str, Any], message: str) -> None:
@@ -102,8 +102,8 @@ def test_a_shape_that_does_not_fit_is_one_line(changes: dict[str, Any], message:
 def test_a_larger_row_is_allowed() -> None:
     """Pages of another model of the engine's, say; a float32 shape does not hold float64 states."""
     config = cache_config()
-    config = dataclasses.replace(config, pages=dataclasses.replace(config.pages, row_bytes=6400 + 64))
+    config = dataclasses.replace(config, pages=dataclasses.replace(config.pages, row_bytes=6656 + 64))
     assert PageMemory(config, engine_config(), torch.float64).states(1)[0].shape == (64, 2, 16, 16)
     shape = PageShape.of(engine_config(), page_tokens=8, hash_tokens=2, value_bytes=4)
-    with pytest.raises(ConfigError, match="row_bytes: 3200, but"):
+    with pytest.raises(ConfigError, match="row_bytes: 3328, but"):
         PageMemory(CacheConfig(shape, 8), engine_config(), torch.float64)
