@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +9,10 @@ from torch import Tensor, nn
 from openk3.config.model import TextConfig
 from openk3.model.cache import Sequences, StateCache, States
 from openk3.model.norm import RMSNorm
+from openk3.model.step_cache import StepStates
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
+from openk3.ops.device_tables import device_table
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.kda.chunk import chunk_kda
 from openk3.ops.kda.decode import (
@@ -61,7 +62,11 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = nn.Linear(inner, width, bias=False)
 
     def forward(
-        self, x_TD: Tensor, sequences: Sequences, cache: StateCache | None = None, trace: Trace = NO_TRACE
+        self,
+        x_TD: Tensor,
+        sequences: Sequences,
+        cache: StateCache | StepStates | None = None,
+        trace: Trace = NO_TRACE,
     ) -> Tensor:
         """y_TD = W_o [sigmoid(W_g x) * RMSNorm(KDA(x))]; with a cache, continues its states.
 
@@ -75,6 +80,8 @@ class KimiDeltaAttention(nn.Module):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
         if cache is None:
             return self.o_proj(self._mix(projected, gate_TC, sequences, None)[0])
+        if isinstance(cache, StepStates):
+            return self.o_proj(decode_kda(projected, gate_TC, self._decode_weights, cache.pool, cache.slot_N))
         outputs, drafts = [], cache.drafts
         edges = () if drafts is None else (drafts.which.start, drafts.which.stop)
         for which, rows, part in sequences.split(sequences.num_single, *edges):
@@ -166,7 +173,7 @@ class KimiDeltaAttention(nn.Module):
         return y_NC, (into.state_SHKV, into.tensors()[1:])
 
 
-@lru_cache(maxsize=8)
+@device_table(8)
 def _all_slots(count: int, device: torch.device) -> Tensor:
     """Slots 0 .. count - 1: sequence n of a part is row n of its states."""
     return torch.arange(count, dtype=torch.int32, device=device)

@@ -6,7 +6,8 @@ Absorbed: the key and value halves of kv_b act on queries and outputs instead, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from openk3.config.model import TextConfig
 from openk3.model.cache import LatentCache, Sequences
 from openk3.model.norm import RMSNorm
+from openk3.model.step_cache import StepLatents
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.mla.reference import absorbed_attention, joint_attention
@@ -43,7 +45,11 @@ class GatedMLA(nn.Module):
         self.o_proj = nn.Linear(heads * self.value, width, bias=False)
 
     def forward(
-        self, x_TD: Tensor, sequences: Sequences, cache: LatentCache | None = None, trace: Trace = NO_TRACE
+        self,
+        x_TD: Tensor,
+        sequences: Sequences,
+        cache: LatentCache | StepLatents | None = None,
+        trace: Trace = NO_TRACE,
     ) -> Tensor:
         """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
         maps = (self.q_a_proj, self.kv_a_proj_with_mqa, *([self.g_proj] if self.g_proj is not None else []))
@@ -52,6 +58,8 @@ class GatedMLA(nn.Module):
         latent_TC = self._latent(joint_TC)
         if cache is None:
             o_THV = self.expanded(q_THK, latent_TC, sequences.cu_seqlens, sequences.cu_seqlens, trace)
+        elif isinstance(cache, StepLatents):
+            o_THV = self._through_latents(q_THK, partial(cache.attend, latent_TC, scale=self.scale))
         else:
             o_THV = self._continue(q_THK, cache.append(latent_TC, sequences), sequences, cache.lengths, trace)
         o_TC = o_THV.flatten(-2)
@@ -97,11 +105,19 @@ class GatedMLA(nn.Module):
 
     def absorbed(self, q_THK: Tensor, latents: Sequence[Tensor], cu_seqlens_q: Tensor) -> Tensor:
         """o_THV in at least float32, from the latents themselves: W_uk moves to the query, W_uv to the output."""
+
+        def attend(q_latent_THC: Tensor, q_shared_THR: Tensor) -> Tensor:
+            return absorbed_attention(q_latent_THC, q_shared_THR, latents, cu_seqlens_q, scale=self.scale)
+
+        return self._through_latents(q_THK, attend)
+
+    def _through_latents(self, q_THK: Tensor, attend: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`absorbed`, given what turns both parts of the queries into contexts."""
         up_HCK = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         key_HKC, value_HVC = up_HCK.split((self.nope, self.value), 1)
         q_THK, q_shared_THR = q_THK.split((self.nope, self.shared), -1)
         q_latent_THC = torch.einsum("thk,hkc->thc", q_THK, key_HKC)
-        ctx_THC = absorbed_attention(q_latent_THC, q_shared_THR, latents, cu_seqlens_q, scale=self.scale)
+        ctx_THC = attend(q_latent_THC, q_shared_THR)
         narrow = value_HVC.is_cuda and value_HVC.dtype == torch.bfloat16 and not torch.is_grad_enabled()
         if narrow:  # contexts are rounded as values of the expanded form are
             ctx_HTC = ctx_THC.transpose(0, 1).to(torch.bfloat16)
