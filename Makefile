@@ -14,10 +14,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& { echo "$$p"; break; }; done)
 
-.PHONY: help setup demo test check format tree bench clean
+.PHONY: help setup demo test test-slow check format tree bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 
 setup: $(VENV)/.ready ## create .venv and install everything (once)
 
@@ -38,6 +38,9 @@ demo: setup ## train a small K3 on this machine (8 minutes, or MINUTES=)
 
 test: setup ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-slow: setup ## load, fuzzing and clients: at most 30 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 check: setup ## lint, format, types, layers, code shape
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ GROUPS = {
         "quickstart": "train a small true K3 on this machine in minutes, and write a report",
         "chat": "talk to a model in the terminal; it streams, shows reasoning, takes images",
         "generate": "continue a text",
+        "serve": "answer clients of OpenAI's and Anthropic's interfaces over HTTP",
     },
     "Train": {
         "pretrain": "train from a recipe (tiny, small, medium, k3) on your files, or resume a run",
@@ -39,6 +40,7 @@ EXAMPLES = {
     "openk3 quickstart": "8 minutes on 2 cores",
     "openk3 chat": "talk to the newest run",
     "openk3 generate --prompt 'def main('": "let it write",
+    "openk3 serve runs/mine --port 8000": "an OpenAI-compatible server",
     "openk3 pretrain tiny --data src/ --out runs/mine": "train on your files",
     "openk3 plan k3": "2.78 T parameters, 104 B activated",
     "openk3 convert runs/mine out/ --experts mxfp4": "pack the experts",

@@ -17,6 +17,7 @@ FOLDERS = (
     "commands",
     "recipes",
     "evals",
+    "serve",
     "train",
     "engine",
     "optim",

@@ -20,20 +20,10 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, sub
 
 from openk3 import recipes
 from openk3.commands.errors import UserError
+from openk3.commands.flag_kinds import Run, Seed, unset
+from openk3.commands.serve_flags import Serve
 from openk3.config.model import ID_FIELDS, ConfigError
 from openk3.config.train import SEEDS, PretrainConfig
-
-Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
-Run = Positional[
-    Annotated[
-        Path | None, arg(metavar="[RUN]", help="Run or model directory.", help_behavior_hint="(default: newest run)")
-    ]
-]
-
-
-def unset(metavar: str, default: str = "") -> Any:
-    """How an option that may be left out looks in --help: no "None", but what happens without it."""
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
 @dataclass(frozen=True)
@@ -238,6 +228,7 @@ COMMANDS: dict[str, Any] = {
     "generate": Generate,
     "pretrain": Pretrain,
     "chat": Chat,
+    "serve": Serve,
     "plan": Plan,
     "bench": Bench,
     "convert": Convert,

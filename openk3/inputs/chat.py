@@ -37,6 +37,7 @@ __all__ = [
     "Segment",
     "encode_chat",
     "image_prompt",
+    "in_call_order",
     "parse",
     "render",
     "text_of",
@@ -84,7 +85,7 @@ def render(
         writer.system("thinking-effort", EFFORT_TEXT.format(effort))
     calls: list[Any] = []
     tool_index = 0
-    for where, message in _ordered(messages):
+    for where, message in in_call_order(messages):
         role = message["role"]
         if role == "assistant":
             calls, tool_index = message.get("tool_calls") or [], 0
@@ -276,8 +277,11 @@ def _one_shot_options(writer: _Writer, tool_choice: Any, response_format: Any) -
         writer.system("response-format", body)
 
 
-def _ordered(messages: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Checked (place, message) pairs, each run of tool results sorted into the order of the calls it answers."""
+def in_call_order(messages: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Checked (place, message) pairs, each run of tool results sorted into the order of the calls it answers.
+
+    Images are numbered in this order. Raises ChatError naming a message that is none.
+    """
     if not isinstance(messages, (list, tuple)):
         raise ChatError(f"messages: expected a list, got {type(messages).__name__}")
     out: list[tuple[str, dict[str, Any]]] = []

@@ -97,6 +97,11 @@ class Turn:
         self._tag: tuple[str, str] | None = None  # the marker of an unfinished tag and its text so far
         self._joiner: ArgumentJoiner | None = None
 
+    @property
+    def in_tag(self) -> bool:
+        """A tag has begun and is not over yet."""
+        return self._tag is not None
+
     def mark(self, mark: str) -> None:
         """A control token."""
         tag, self._tag = self._tag, None

@@ -78,6 +78,11 @@ class Tokenizer:
             "openk3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
 
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        """The same vocabulary for libraries that read tiktoken's."""
+        return self._encoding
+
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read `tiktoken.model` (or a directory that holds it), and the special names of the config beside it.

@@ -1,0 +1,20 @@
+"""Flags that several commands have, and how one looks that may be left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
+Run = Positional[
+    Annotated[
+        Path | None, arg(metavar="[RUN]", help="Run or model directory.", help_behavior_hint="(default: newest run)")
+    ]
+]
+
+
+def unset(metavar: str, default: str = "") -> Any:
+    """How an option that may be left out looks in --help: no "None", but what happens without it."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")

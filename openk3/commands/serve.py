@@ -1,0 +1,146 @@
+"""`openk3 serve`: a model behind HTTP, for clients of OpenAI's and Anthropic's interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from openk3.commands.chat import load_media
+from openk3.commands.errors import UserError
+from openk3.commands.flags import Serve
+from openk3.commands.generate import load_tokenizer
+from openk3.commands.memory import GIB, require_memory
+from openk3.commands.runs import find_model
+from openk3.config.http import MIB, ServerConfig
+from openk3.config.model import ModelConfig
+from openk3.config.serve import CacheConfig, EngineConfig
+from openk3.engine.engine import Engine
+from openk3.model.k3 import K3
+from openk3.runtime.device import pick_device, pick_dtype
+
+try:
+    import fastapi  # noqa: F401
+    import llguidance  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:  # an extra of the package
+    raise UserError(f"openk3 serve needs the package {error.name}; pip install 'openk3[serve]'") from None
+
+from openk3.serve.app import make_app
+from openk3.serve.engine_thread import EngineThread
+from openk3.serve.keys import VARIABLE, Keys, read_keys
+from openk3.serve.server import DrainingServer
+from openk3.serve.service import Service
+
+CPU_CACHE = GIB
+GPU_SHARE = 0.8  # of the memory that is free once the weights are there
+
+
+def run(flags: Serve) -> None:
+    """Serve until SIGTERM or Ctrl-C, then let answers end. Raises UserError, and SystemExit if the engine gave up."""
+    directory = find_model(flags.run)
+    config = server_config(flags, directory)
+    keys = read_keys(flags.keys, os.environ)
+    require_keys(config, keys, is_open=flags.open)
+    with contextlib.closing(bind(config)) as listener:
+        service = load(flags, directory, config, keys)
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        server = DrainingServer(make_app(service), service)
+        print(greeting(service, listener), file=sys.stderr, flush=True)
+        server.run(sockets=[listener])
+    if server.failed:
+        raise SystemExit("openk3: the engine failed too often; the log says why")
+
+
+def server_config(flags: Serve, directory: Path) -> ServerConfig:
+    """The HTTP side's limits. Raises ConfigError naming the field, UserError for folders that do not exist."""
+    for folder in flags.image_folders:
+        if not folder.is_dir():
+            raise UserError(f"--image-folders: {folder} is no folder")
+    own = directory.parent.name if directory.name == "model" else directory.name
+    return ServerConfig(
+        model_name=flags.model_name or own or "k3",
+        host=flags.host,
+        port=flags.port,
+        max_body_bytes=flags.max_body_mib * MIB,
+        max_images=flags.max_images,
+        max_image_bytes=flags.max_image_mib * MIB,
+        max_open=flags.max_open,
+        requests_per_minute=flags.requests_per_minute,
+        tokens_per_minute=flags.tokens_per_minute,
+        requests_at_once=flags.requests_at_once,
+        drain_seconds=flags.drain_seconds,
+        image_folders=flags.image_folders,
+        fetch_images=flags.fetch_images,
+        share_prefixes=flags.share_prefixes,
+    )
+
+
+def require_keys(config: ServerConfig, keys: Keys, *, is_open: bool) -> None:
+    """Raise UserError for a server that the network reaches and anybody may use, unless that is said to be wanted."""
+    if not len(keys) and not config.is_loopback and not is_open:
+        raise UserError(
+            f"--host {config.host}: other machines can reach it; give API keys by --keys FILE or {VARIABLE}, or --open"
+        )
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Listen, before anything takes long. Raises UserError if the address is taken or none of this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"--host {config.host} --port {config.port}: cannot listen there ({reason})") from None
+    return listener
+
+
+def load(flags: Serve, directory: Path, config: ServerConfig, keys: Keys) -> Service:
+    """Model, cache and engine. Raises ConfigError or UserError if they do not fit."""
+    device = pick_device(flags.device)
+    dtype, shape = pick_dtype(flags.dtype, device), ModelConfig.from_json(directory)
+    require_memory(str(directory), shape, dtype.itemsize, device)
+    tokenizer, media = load_tokenizer(directory), load_media(directory)
+    model = K3.from_pretrained(directory, dtype=dtype, device=device).requires_grad_(False)
+    context = min(flags.context or shape.text.max_position_embeddings, shape.text.max_position_embeddings)
+    cache = CacheConfig.of(
+        shape,
+        cache_bytes(flags, device),
+        value_bytes=dtype.itemsize,
+        max_requests=flags.max_requests,
+        max_tokens=context,
+    )
+    engine = EngineConfig(cache, step_tokens=flags.step_tokens)
+    return Service(config, EngineThread(lambda: Engine(model, engine)), tokenizer, shape, media, keys)
+
+
+def cache_bytes(flags: Serve, device: torch.device) -> int:
+    """Memory of the pages. Raises UserError for one that is not positive."""
+    if flags.cache_gib < 0:
+        raise UserError(f"--cache-gib: must be positive, got {flags.cache_gib:g}")
+    if flags.cache_gib:
+        return int(flags.cache_gib * GIB)
+    return int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else CPU_CACHE
+
+
+def greeting(service: Service, listener: socket.socket) -> str:
+    """What is served where, and who may use it."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    pages = service.thread.config.cache
+    size = pages.num_pages * pages.pages.page_bytes / GIB
+    who = f"{len(service.keys)} API keys" if len(service.keys) else "no API keys: whoever reaches it may use it"
+    return (
+        f"{service.config.model_name} at http://{shown}:{port}/v1\n"
+        f"  context {service.context:,} tokens, cache {size:.2f} GiB, {who}; Ctrl-C stops it when answers have ended"
+    )

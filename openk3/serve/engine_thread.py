@@ -1,0 +1,179 @@
+"""EngineThread: the one thread that steps the engine, and the way of its news into the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from openk3.engine.engine import Engine
+from openk3.engine.request import Finish, Request
+from openk3.engine.stats import Stats
+from openk3.engine.stream import Update
+from openk3.serve.health import Health
+from openk3.serve.mail import Mail, News, Ticket
+
+LOG = logging.getLogger(__name__)
+MAX_RESTARTS = 3  # in a row, each within RESTART_SECONDS of the one before
+RESTART_SECONDS = 60.0
+
+
+class EngineDown(RuntimeError):
+    """There is no engine that could take the request."""
+
+
+class EngineLost(RuntimeError):
+    """The engine failed while the request was in it; the request is not at fault and may be sent again."""
+
+
+class EngineThread:
+    """Steps the engine while there is work. Errors of a request stay with it (see Loop).
+
+    An error that escapes a step is a fault of the engine's books: its requests end with EngineLost, and a new engine
+    takes its place. After MAX_RESTARTS in a row it gives up, and `is_healthy` is false for good.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._make_engine = make_engine
+        self._engine: Engine | None = make_engine()
+        self.config = self._engine.config
+        self.num_restarts = 0
+        self._lock = threading.Lock()  # of the engine's place and the tickets
+        self._ready = threading.Event()  # unset while there is no engine yet
+        self._ready.set()
+        self._tickets: dict[Ticket, None] = {}
+        self._wake = threading.Event()
+        self._stopping = False
+        self._mail = Mail()
+        self.health = Health()
+        self._row, self._last_restart = 0, float("-inf")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to step; news go to `loop`."""
+        self._mail.loop = loop
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Callable[[News], None]) -> Ticket:
+        """Take a request, from any thread but the engine's. Raises what Engine.submit raises, and EngineDown.
+
+        While a failed engine is being replaced, this waits for the next one.
+        """
+        self._ready.wait(RESTART_SECONDS)
+        engine, ticket = self._engine, Ticket(sink)
+        if engine is None or self._stopping:
+            raise EngineDown("the engine has stopped")
+        with self._lock:
+            self._tickets[ticket] = None
+        try:
+            ticket.stream = engine.submit(request, lambda update: self._heard(ticket, update))
+        except BaseException:
+            with self._lock:
+                self._tickets.pop(ticket, None)
+            raise
+        if engine is not self._engine:
+            with self._lock:
+                self._tickets.pop(ticket, None)
+            raise EngineDown("the engine was restarted meanwhile")
+        self._wake.set()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request that has not ended, from any thread."""
+        stream = ticket.stream
+        if stream is not None and stream.finish is None:
+            stream.cancel()
+            self._wake.set()
+
+    def cancel_all(self) -> None:
+        """End every request."""
+        with self._lock:
+            tickets = list(self._tickets)
+        for ticket in tickets:
+            self.cancel(ticket)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Cancel what is left and end the thread."""
+        self.cancel_all()
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether an engine is there whose passes do not all fail."""
+        return not self.is_lost and self.health.is_good
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has given up."""
+        return self._engine is None or not self._thread.is_alive()
+
+    def stats(self) -> Stats | None:
+        """Of the engine that is there now."""
+        engine = self._engine
+        return None if engine is None else engine.stats()
+
+    def check(self) -> None:
+        """Assert the engine's invariants, when it is idle."""
+        if self._engine is not None:
+            self._engine.check()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            engine = self._engine
+            while engine is not None and not engine.is_idle:
+                self.health.begin()
+                try:
+                    engine.step()
+                    self.health.end(engine.stats())
+                except Exception as error:  # whatever a step lets out, others must live on
+                    engine = None  # or its memory would not be free for the next one
+                    engine = self._replace(error)
+            if self._stopping or engine is None:
+                return
+
+    def _replace(self, error: Exception) -> Engine | None:
+        """Give up an engine that failed; the next one, or None after too many."""
+        LOG.critical("the engine failed and is replaced; its requests end with an error", exc_info=error)
+        now = time.monotonic()
+        self._row = self._row + 1 if now - self._last_restart < RESTART_SECONDS else 1
+        self._last_restart = now
+        self._ready.clear()
+        with self._lock:
+            self._engine = None
+            tickets, self._tickets = list(self._tickets), {}
+        lost = Finish("error", EngineLost(f"the engine failed ({type(error).__name__}) and was restarted"))
+        for ticket in tickets:
+            ticket.leave()
+            self._mail.post(ticket, (None, lost))
+        traceback.clear_frames(error.__traceback__)
+        if self._row <= MAX_RESTARTS:
+            try:
+                self._engine = self._make_engine()
+            except Exception:  # no memory, say
+                LOG.critical("no new engine could be made", exc_info=True)
+            else:
+                self.num_restarts += 1
+                self.health = Health()
+        self._ready.set()
+        return self._engine
+
+    def _heard(self, ticket: Ticket, update: Update) -> None:
+        """Called by the engine, inside a step or in the thread that cancels."""
+        with self._lock:
+            if ticket not in self._tickets:
+                return
+            if update.finish is not None:
+                del self._tickets[ticket]
+        self._mail.post(ticket, (update, None))
