@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +11,7 @@ from openk3.model.norm import RMSNorm
 from openk3.model.step_cache import StepStates
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
+from openk3.ops.device_tables import device_table
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.kda.chunk import chunk_kda
 from openk3.ops.kda.decode import (
@@ -173,7 +172,7 @@ class KimiDeltaAttention(nn.Module):
         return y_NC, (into.state_SHKV, into.tensors()[1:])
 
 
-@lru_cache(maxsize=8)
+@device_table(8)
 def _all_slots(count: int, device: torch.device) -> Tensor:
     """Slots 0 .. count - 1: sequence n of a part is row n of its states."""
     return torch.arange(count, dtype=torch.int32, device=device)

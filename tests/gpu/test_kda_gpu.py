@@ -178,6 +178,48 @@ def test_deterministic(case: Case, gpu: torch.device) -> None:
     assert_deterministic(fused_kda, case, gpu)
 
 
+@pytest.mark.parametrize("case", [Case((65536,), H=12, gates="open"), Case((8192,), H=24, gates="open")], ids=str)
+def test_parts_in_any_order(case: Case, gpu: torch.device) -> None:
+    """More parts than multiprocessors, and other work beside them: the bits stay the same."""
+    values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+    first = everything(fused_kda, values, case, grads)
+    beside, x = torch.cuda.Stream(gpu), torch.randn(4096, 4096, device=gpu)
+    for _ in range(4):
+        with torch.cuda.stream(beside):
+            for _ in range(20):
+                x = (x @ x).clamp(-1, 1)
+        assert same_bits(first, everything(fused_kda, values, case, grads)) == []
+    torch.cuda.synchronize()
+
+
+def test_captured_calls_keep_their_tables(gpu: torch.device) -> None:
+    """A graph replays right after a hundred other lengths; lengths that are new while it is captured are refused."""
+    case = Case((700, 0, 333), H=2)
+    values = kernel_inputs(case, gpu)
+    bounds = torch.tensor([0, 700, 700, 1033], device=gpu)
+    gate = KdaGate(values["A_log"], values["dt_bias"])
+    tokens = [values[name] for name in ("q", "k", "v", "decay_logit", "beta_logit")]
+
+    def op() -> torch.Tensor:
+        return fused_kda(*tokens, gate, state_NHKV=values["state"], cu_seqlens=bounds)[0]
+
+    with torch.no_grad():
+        want = op().clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = op()
+        for length in range(1, 101):
+            fused_kda(*(x[:length] for x in tokens), gate)
+        filler = [torch.full((2**size,), -1, dtype=torch.int32, device=gpu) for size in range(4, 16) for _ in range(64)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert filler and torch.equal(o, want)
+        capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+        with pytest.raises(RuntimeError, match="run the same call once before the capture"), capture:
+            fused_kda(*(x[:801] for x in tokens), gate)
+
+
 def poison(gpu: torch.device) -> None:
     """Leave NaN in the memory that the next tensors will be given, from whole gigabytes to a few hundred bytes."""
     torch.cuda.empty_cache()

@@ -15,7 +15,7 @@ from openk3.ops.kda import fused
 from openk3.ops.kda.fused import Forward, fused_forward, split_tiles
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
-from openk3.ops.kda.tiles import Tiles, tile_table
+from openk3.ops.kda.tiles import Span, Tiles, tile_table
 
 LENGTHS = [33, 0, 7, 70, 0]
 FIELDS = ("nkd", "qd", "kr", "inv", "mqk", "decay", "beta")
@@ -188,6 +188,28 @@ def test_split_and_checkpoints(split: bool) -> None:
         assert off(state, run(recurrent_kda, part)[1][0]) < 5e-6
     other = forward(inputs, lengths, split=not split, part_tiles=2, checkpoints=checkpoints)
     assert off(got.entering_PHKV, other.entering_PHKV) < 5e-6
+
+
+@pytest.mark.parametrize("room", [5, 2**17])
+def test_parts_scanned_at_once_read_what_none_of_them_writes(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts start in any order: nothing that a scan reads is among what it writes, and what parts start from is what
+    the maps gave, bit for bit, behind it. With gates that forget little the two ways to a state differ in many bits."""
+    inputs = kda_inputs([200, 170], H=1, K=16, V=16)
+    inputs["decay_logit"] -= 12
+    started: list[Tensor] = []
+
+    def watched(workspace: Workspace, v_THV: Tensor, span: Span, initial: Tensor, outputs: ScanOutputs) -> None:
+        written = [x for x in (outputs.o, outputs.final, outputs.saved) if x is not None]
+        assert initial.untyped_storage().data_ptr() not in [x.untyped_storage().data_ptr() for x in written]
+        started.append(initial.clone())
+        scan(workspace, v_THV, span, initial, outputs)
+
+    monkeypatch.setattr(fused, "_SLAB_TILES", room)
+    monkeypatch.setattr(fused, "scan", watched)
+    for checkpoints in ((), (40, 300)):
+        started.clear()
+        got = forward(inputs, [200, 170], split=True, part_tiles=2, checkpoints=checkpoints)
+        assert got.entering_PHKV is not None and torch.equal(got.entering_PHKV, torch.cat(started))
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -319,6 +319,7 @@ def _tokens(
     outputs,  # output gates, stride of their rows, y, norm weight, eps
     kept,
     first_kept,
+    room,
     head,
     H,
     BOUND: gl.constexpr,
@@ -329,7 +330,7 @@ def _tokens(
     READ: gl.constexpr,
     KEEP: gl.constexpr,
 ):
-    """(state, taps) after `count` rows from `first` on; READ: y is written; KEEP: copies of the rows.
+    """(state, taps) after `count` rows from `first` on; READ: y is written; KEEP: copies of the first `room` rows.
 
     BLOCK tokens at a time: their vectors, which do not depend on the state; the state's way through them, with nothing
     to wait for but shared memory; their norms, a warp for each.
@@ -348,10 +349,10 @@ def _tokens(
             ahead_ptr = _token_ptr(rows, strides, first + j + 1, row, head * K + channel)
             ahead = gl.load(ahead_ptr, mask=(row * 0 + j + 1) < count, other=0.0)
             if KEEP:
-                kept_at = ((first_kept + j) * H + head) * K
-                gl.store(_token_ptr(kept, (1, 1, 1, 1), kept_at, row, channel), x)
+                kept_at = ((first_kept + j) * H + head) * K  # what has no room must not lie in another slot
+                gl.store(_token_ptr(kept, (1, 1, 1, 1), kept_at, row, channel), x, mask=(row * 0 + j) < room)
                 logit = gl.load(rows[4] + (first + j) * strides[4] + head)
-                gl.store(kept[4] + (first_kept + j) * H + head, logit)
+                gl.store(kept[4] + (first_kept + j) * H + head, logit, mask=j < room)
             taps = (taps[1], taps[2], taps[3], x)
             vector = vectors.index((j - start).to(gl.int32))
             vector.store(_vectors(_convolve(taps, weights), x, slope, bias, row, BOUND))
@@ -442,8 +443,7 @@ def draft_kernel(
     head = gl.program_id(0) % H
     slot = gl.load(slot_ptr + n).to(gl.int64)
     row, channel = _row_index(K)
-    begin = n * 0
-    length = n * 0
+    begin, length = n * 0, n * 0
     if VERIFY or not KEPT:
         begin = gl.load(bounds_ptr + n).to(gl.int64)
         length = gl.load(bounds_ptr + n + 1).to(gl.int64) - begin
@@ -466,18 +466,18 @@ def draft_kernel(
             first = slot * depth if KEPT else begin
             state, taps = _tokens(
                 *(state, taps, filters, old, old_strides, first, count, slope, bias, shared),
-                *((0, 0, 0, 0, 0), old, first, head, H, BOUND, K, R, BLOCK, DTYPE, False, False),
+                *((0, 0, 0, 0, 0), old, first, 0, head, H, BOUND, K, R, BLOCK, DTYPE, False, False),
             )
             if count > 0:
                 for i in gl.static_range(K // R):
                     gl.store(pool[0] + i * (R * V) + tile, state[i].to(DTYPE))
-                window = _join_taps(taps[0], taps[1], taps[2], taps[3], K)
-                gl.store(window_ptr, window.to(pool[1].dtype.element_ty), mask=tap_row < 3)
+                window = _join_taps(taps[0], taps[1], taps[2], taps[3], K).to(pool[1].dtype.element_ty)
+                gl.store(window_ptr, window, mask=tap_row < 3)
         if VERIFY:
             outputs = (gate_ptr, gate_stride, y_ptr, gl.load(norm_ptr + channel).to(gl.float32), eps)
             _tokens(
                 *(state, taps, filters, rows, strides, begin, length, slope, bias, shared),
-                *(outputs, old, slot * depth, head, H, BOUND, K, R, BLOCK, DTYPE, True, KEPT),
+                *(outputs, old, slot * depth, depth, head, H, BOUND, K, R, BLOCK, DTYPE, True, KEPT),
             )
     elif VERIFY:
         i = begin

@@ -211,6 +211,7 @@ def _tokens(
     o_ptr,
     kept,
     first_kept,
+    room,
     filters,
     A_log,
     dt_bias,
@@ -225,7 +226,7 @@ def _tokens(
     READ: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """(state, taps of q, k and v) after `count` rows from `first` on; READ: o is stored; KEEP: copies of the rows."""
+    """(state, taps of q, k and v) after `count` rows from `first` on; READ: o is stored; KEEP: `room` copies."""
     key = tl.arange(0, K)
     value = tl.arange(0, V)
     part = tl.arange(0, V // B)[:, None] * B + tl.arange(0, B)[None, :]
@@ -238,12 +239,13 @@ def _tokens(
         logit = tl.load(rows[3] + row * strides[3] + head * K + key)
         beta_logit = tl.load(rows[4] + row * strides[4] + head)
         if KEEP:
-            cell = (first_kept + j) * H + head
-            tl.store(kept[0] + cell * K + key, x_q)
-            tl.store(kept[1] + cell * K + key, x_k)
-            tl.store(kept[2] + cell * V + value, x_v)
-            tl.store(kept[3] + cell * K + key, logit)
-            tl.store(kept[4] + cell, beta_logit)
+            if j < room:  # what has no room must not lie in another slot
+                cell = (first_kept + j) * H + head
+                tl.store(kept[0] + cell * K + key, x_q)
+                tl.store(kept[1] + cell * K + key, x_k)
+                tl.store(kept[2] + cell * V + value, x_v)
+                tl.store(kept[3] + cell * K + key, logit)
+                tl.store(kept[4] + cell, beta_logit)
         taps = taps[1:W] + (x_q,) + taps[W + 1 : 2 * W] + (x_k,) + taps[2 * W + 1 : 3 * W] + (x_v,)
         q = _normalise(_convolve(taps[0:W], filters[0] + head * (K * W), key, W), K**-0.5)
         k = _normalise(_convolve(taps[W : 2 * W], filters[1] + head * (K * W), key, W), 1.0)
@@ -320,8 +322,8 @@ def draft_kernel(
             count = tl.minimum(accepted, depth) if KEPT else tl.minimum(accepted, length)
             first = slot * depth if KEPT else begin
             state, taps = _tokens(
-                *(state, taps, old, old_strides, first, count, spare_ptr, old, first, filters, A_log, dt_bias, head, H),
-                *(BOUND, K, V, W, B, STATE, False, False),
+                *(state, taps, old, old_strides, first, count, spare_ptr, old, first, 0, filters, A_log, dt_bias),
+                *(head, H, BOUND, K, V, W, B, STATE, False, False),
             )
             tl.debug_barrier()  # windows and kept drafts are written where other threads have read them
             if count > 0:
@@ -341,6 +343,7 @@ def draft_kernel(
                     spare_ptr,
                     old,
                     slot * depth,
+                    depth,
                     filters,
                     A_log,
                     dt_bias,

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from openk3.ops.backend import multiprocessors
+from openk3.ops.device_tables import device_table
 from openk3.ops.kda.prepare_kernel import prepare
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
@@ -28,7 +28,7 @@ class Plan:
     split: bool
 
 
-@lru_cache(maxsize=64)
+@device_table(64)
 def make_plan(
     bounds: tuple[int, ...],
     heads: int,
@@ -130,19 +130,25 @@ def _forward_in_slabs(
     v_THV = tokens[2]
     K, (_, H, V) = tokens[0].shape[2], v_THV.shape
     leaving = v_THV.new_empty(tiles.num_parts, H, K, V, dtype=torch.float32)
-    saved = leaving.new_empty(tiles.num_saved, H, K, V) if split else _saved_states(tiles, state_NHKV, leaving)
+    if split:  # parts run at once, in any order: what one saves is not what the next one starts from
+        entering = torch.empty_like(leaving)
+        saved = leaving.new_empty(tiles.num_saved, H, K, V) if tiles.checkpoint_rows else None
+    else:
+        saved = _saved_states(tiles, state_NHKV, leaving)
+        entering = saved[: tiles.num_parts]
     maps: list[Tensor] = []
     for low, high in slabs:
         span = tiles.slab(low, high)
         workspace = _prepare(tokens, gate, span)
         if split:
             maps.append(scan_maps(workspace, v_THV, span))
-            fold(maps[-1], saved, state_NHKV, tiles=tiles, parts=(low, high))
-        entering, final = (saved[low:high], leaving[low:high]) if len(slabs) > 1 else (saved, leaving)
-        scan(workspace, v_THV, span, entering, ScanOutputs(o=o_THV, final=final, saved=saved))
+            if low:
+                entering[low] = leaving[low - 1]  # where a sequence goes on; `fold` writes where one begins
+            fold(maps[-1], entering, state_NHKV, tiles=tiles, parts=(low, high))
+        first, final = (entering[low:high], leaving[low:high]) if len(slabs) > 1 else (entering, leaving)
+        scan(workspace, v_THV, span, first, ScanOutputs(o=o_THV, final=final, saved=saved))
     final_NHKV = leaving[-1:] if tiles.num_sequences == 1 else leaving.index_select(0, tiles.last_part_N)
     joined = torch.cat(maps) if len(maps) > 1 else (maps[0] if maps else None)
-    entering = saved if tiles.num_saved == tiles.num_parts else saved[: tiles.num_parts]
     return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, leaving), entering, joined)
 
 

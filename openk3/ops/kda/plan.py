@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from openk3.ops.device_tables import device_table
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ChunkPlan:
         return x_N if self.rank_N is None else x_N.index_select(0, self.rank_N)
 
 
-@lru_cache(maxsize=8)
+@device_table(8)
 def chunk_plan(bounds: tuple[int, ...], chunk: int, heads: int, block_rows: int, device: torch.device) -> ChunkPlan:
     """Plan for sequences [bounds[n], bounds[n + 1]) in blocks of up to `block_rows` rows, but at least one step.
 

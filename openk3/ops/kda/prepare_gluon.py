@@ -264,7 +264,7 @@ def prepare_gluon(
         _prefetch(logit_ptr + first + lines, wanted)
         length_next = gl.where(more, length_next, 0)
 
-        slope = _exp2(a_log * _LOG2E) * _LOG2E
+        slope = gl.minimum(_exp2(a_log * _LOG2E), 1e30) * _LOG2E
         mbarrier.wait(bar, slot & 1)
         logit = logit_s.load(CHANNEL).to(gl.float32)
         gate = gl.where((moment < length)[:, None], _sigmoid(logit * slope + (bias * slope)[None, :]), 0.0)

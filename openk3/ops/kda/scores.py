@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from openk3.ops.device_tables import device_table
+
 _SOLVE = 16  # size of the triangles that are solved directly
 
 
@@ -50,7 +52,7 @@ def _spans(chunk: int, tile: int) -> Tensor:
     return torch.cat(rows)
 
 
-@lru_cache(maxsize=32)
+@device_table(32)
 def _spans_on(chunk: int, tile: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _spans(chunk, tile).to(device, dtype)
 

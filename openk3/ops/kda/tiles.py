@@ -6,11 +6,11 @@ piece that one program scans when a sequence is split, and the piece whose enter
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from openk3.ops.device_tables import device_table
 from openk3.ops.sequences import shown
 
 CHUNK = 32  # tokens of a tile in all kernels; 16 is possible too
@@ -136,7 +136,7 @@ class Tiles:
         )
 
 
-@lru_cache(maxsize=64)
+@device_table(64)
 def tile_table(
     bounds: tuple[int, ...],
     device: torch.device,

@@ -5,12 +5,13 @@ The queries of a sequence are its last positions: query i sees key j if j <= n_k
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from openk3.ops.device_tables import device_table
 
 Bounds = tuple[int, ...]
 
@@ -42,7 +43,7 @@ class Slab(NamedTuple):
     tiles: range
 
 
-@lru_cache(maxsize=16)
+@device_table(16)
 def query_tiles(bands: Bands, rows: int, device: torch.device) -> Tensor:
     """int32 [tiles, 5]: first query, number of queries, first key of the sequence, keys before the first query's own,
     and the first query's place in rows of `Bands.lines`.
@@ -131,7 +132,7 @@ class Portion:
         return len(self.slab.tiles), high - low, low, self.slab.heads.start
 
 
-@lru_cache(maxsize=16)
+@device_table(16)
 def gradient_tiles(bands: Bands, size: int, device: torch.device) -> GradientTiles:
     """Tiles of `size` keys and queries; every key has a tile, seen or not."""
     keys: list[tuple[int, ...]] = []
@@ -157,7 +158,7 @@ def gradient_tiles(bands: Bands, size: int, device: torch.device) -> GradientTil
     return GradientTiles(size, _table(placed, 8, device), _table(queries, 10, device), strips)
 
 
-@lru_cache(maxsize=64)
+@device_table(64)
 def _order(strips: tuple[int, ...], first: int, device: torch.device) -> Tensor:
     lengths = [b - a for a, b in zip(strips, strips[1:])]
     order = sorted(range(len(lengths)), key=lambda tile: -lengths[tile])
