@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openk3.engine.loop import Loop
+from openk3.engine.outer_tier import TierStats
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Stats:
     num_computed: int  # tokens, of prompts and answers
     num_asked: int  # tokens of requests when they started
     num_hit: int  # those of them that came from the cache
+    num_swapped: int = 0  # preempted requests whose state was kept
+    outer: TierStats | None = None  # of the memory behind the pages
 
 
 def stats_of(loop: Loop, num_arrived: int) -> Stats:
@@ -39,4 +42,6 @@ def stats_of(loop: Loop, num_arrived: int) -> Stats:
         num_computed=loop.num_computed,
         num_asked=books.asked_tokens,
         num_hit=books.hit_tokens,
+        num_swapped=scheduler.num_swapped,
+        outer=None if loop.tier is None else loop.tier.stats(),
     )

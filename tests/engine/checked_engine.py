@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from engine_model import MEDIA, cache_config, engine_model
 from torch import Tensor
 
 from openk3 import Packed
+from openk3.config.outer_tier import TierConfig
 from openk3.config.serve import CacheConfig, EngineConfig
 from openk3.engine.engine import Engine
 from openk3.engine.job import Job
 from openk3.engine.request import Completion, Request, SamplingParams, Token
 from openk3.engine.sampler import uniform
+from openk3.engine.store import Store
 from openk3.engine.stream import Update
 from openk3.model.k3 import K3
 from openk3.ops.cross_entropy import token_logprobs
@@ -26,8 +29,8 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 class CheckedEngine(Engine):
     """Pages are poisoned the moment that they are free; sealed ones must keep every bit until then."""
 
-    def __init__(self, config: EngineConfig, model: K3 | None = None) -> None:
-        super().__init__(model or engine_model(), config)
+    def __init__(self, config: EngineConfig, model: K3 | None = None, **options: Any) -> None:
+        super().__init__(model or engine_model(), config, **options)
         self.pool, self.memory = self._loop.books.pool, self._loop.runner.memory
         self.scheduler = self._loop.scheduler
         self.memory.poison(range(config.cache.num_pages))
@@ -54,6 +57,17 @@ class CheckedEngine(Engine):
         self.check()
         return updates
 
+    def pinned_bytes(self) -> int:
+        """Of entries outside that anybody uses, once readers and writers have done what they were asked."""
+        tier = self._loop.tier
+        if tier is None or self._is_closed:
+            return 0
+        for _ in range(2):  # what the one asks of the other
+            for worker in (tier.askers, tier.readers, tier._writer):
+                wait([worker.submit(int) for _ in range(4)])
+        tier.check()
+        return tier.memory.pinned_bytes
+
     def _check_sealed(self) -> None:
         pages = list(self.sealed)
         if pages:
@@ -61,19 +75,26 @@ class CheckedEngine(Engine):
             assert torch.equal(self.memory._words_PRB[pages], kept), "a page was written after it was sealed"
 
     def is_empty(self) -> bool:
-        """Nobody holds a page, and forgetting all prefixes frees all of them."""
-        held = self.pool.num_held
+        """Nobody holds a page or an entry outside, and forgetting all prefixes frees all pages."""
+        held = self.pool.num_held + self.pinned_bytes()
         self._loop.books.prefixes.clear()
         self.check()
         return held == 0 and self.pool.num_free == self.config.cache.num_pages and not self._streams
 
 
 def engine(
-    num_pages: int = 64, *, step_tokens: int = 16, patience: int = 20, model: K3 | None = None, **options: Any
+    num_pages: int = 64,
+    *,
+    step_tokens: int = 16,
+    patience: int = 20,
+    model: K3 | None = None,
+    tier: TierConfig | None = None,
+    store: Store | None = None,
+    **options: Any,
 ) -> CheckedEngine:
     """Pages of eight tokens, checkpoints every page, unless options say otherwise."""
     cache: CacheConfig = cache_config(num_pages, **{"checkpoint_pages": 1, **options})
-    return CheckedEngine(EngineConfig(cache, step_tokens, patience), model)
+    return CheckedEngine(EngineConfig(cache, step_tokens, patience, tier=tier), model, store=store)
 
 
 def plain_logits(job: Job, model: K3 | None = None) -> Tensor:
