@@ -21,8 +21,11 @@ from openk3.model.hf_storage import (
     ModelSource,
     Storage,
     check_layout,
+    packed_experts,
     write_weights,
 )
+from openk3.model.packed_experts import LEAVES
+from openk3.ops.mxfp import quantize_mxfp4
 from openk3.runtime.staging import staged_folder
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
@@ -31,21 +34,28 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def from_pretrained(
-    empty: Callable[..., Model], directory: str | Path, *, dtype: torch.dtype, device: str | torch.device
+    empty: Callable[..., Model],
+    directory: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    experts: str | None = None,
 ) -> Model:
     """A model with the weights of a released-layout folder: bf16, float32 or MXFP4.
 
-    `empty(config, dtype=, device=)` allocates it (`K3.empty`); convolution taps, KDA output norms, decay parameters and
-    router biases stay at least float32. Raises ConfigError or CheckpointError naming the file that is missing, damaged
-    or does not fit.
+    `empty(config, dtype=, device=, packed=)` allocates it (`K3.empty`); convolution taps, KDA output norms,
+    decay parameters and router biases stay at least float32. `experts` None unpacks routed experts, "mxfp4" keeps or
+    makes them packed. Raises ConfigError or CheckpointError naming the file that is missing, damaged or does not fit.
     """
+    if experts not in (None, "mxfp4"):
+        raise CheckpointError(f"experts: {experts!r} is not one of None, 'mxfp4'")
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such folder; expected a checkpoint folder")
     config = ModelConfig.from_dict(hf_card.read_config_data(directory))
     with CheckpointReader(directory) as reader:
         check_layout(reader, config)
-        model = empty(config, dtype=dtype, device=device)
+        model = empty(config, dtype=dtype, device=device, packed=experts == "mxfp4")
         _check_model(model, config)
         _fill(model, config, reader)
     return model
@@ -65,15 +75,23 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
 
 def _check_model(model: nn.Module, config: ModelConfig) -> None:
     known, there = {stored.ours for unit in units(config) for stored in unit.tensors}, set(model.state_dict())
+    for path, module in packed_experts(model).items():
+        there -= {f"{path}.{name}" for name, _ in module.named_buffers()}
+        there |= {f"{path}.{leaf}" for leaf in LEAVES}
     if known != there:
         raise RuntimeError(f"model and checkpoint layout disagree on {sorted(known ^ there)[:8]}")
 
 
 @torch.no_grad()
 def _fill(model: nn.Module, config: ModelConfig, reader: CheckpointReader) -> None:
-    state, source = model.state_dict(), FileSource(reader)
+    state, source, packed = model.state_dict(), FileSource(reader), packed_experts(model)
     for unit in units(config):
         for stored in unit.tensors:
+            path, _, leaf = stored.ours.rpartition(".")
+            if stored.expert is not None and path in packed:
+                codes = source.packed(stored) or quantize_mxfp4(source.weight(stored), signed_zero=True)
+                packed[path].load(leaf, stored.expert, *codes)
+                continue
             target = state[stored.ours]
             target = target if stored.expert is None else target[stored.expert]
             target.copy_(source.weight(stored)[: stored.real].reshape(target.shape))

@@ -23,6 +23,7 @@ from openk3.model.hf_files import (
     write_safetensors,
 )
 from openk3.model.hf_names import StoredTensor, Unit, shared_copies, units
+from openk3.model.packed_experts import PackedExperts
 from openk3.ops.mxfp import dequantize_mxfp4, quantize_mxfp4
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
@@ -48,24 +49,40 @@ class Source(Protocol):
         ...
 
 
+def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
+    """The modules of a model that hold experts in MXFP4, by their paths."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, PackedExperts)}
+
+
 class ModelSource:
     """The parameters of a model in memory."""
 
     def __init__(self, model: nn.Module):
         self.state = model.state_dict()
+        self.experts = packed_experts(model)
 
     def dtype(self, stored: StoredTensor) -> torch.dtype:
-        """Dtype of the parameter."""
-        return self.state[stored.ours].dtype
+        """Dtype of the parameter; uint8 for packed experts."""
+        return torch.uint8 if self._holder(stored) is not None else self.state[stored.ours].dtype
 
     def weight(self, stored: StoredTensor) -> torch.Tensor:
         """The parameter (or one expert of it), reshaped and padded as released."""
+        packed = self.packed(stored)
+        if packed is not None:
+            return dequantize_mxfp4(*packed)
         tensor = self.state[stored.ours]
         tensor = (tensor if stored.expert is None else tensor[stored.expert]).detach().cpu()
         return _pad(tensor, stored) if stored.real is not None else tensor.reshape(stored.shape)
 
-    def packed(self, stored: StoredTensor) -> None:
-        """A model holds values, not codes."""
+    def packed(self, stored: StoredTensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes and scale bytes of an expert that is held so."""
+        holder = self._holder(stored)
+        if holder is None or stored.expert is None:
+            return None
+        return holder.stored(stored.ours.rpartition(".")[2], stored.expert)
+
+    def _holder(self, stored: StoredTensor) -> PackedExperts | None:
+        return None if stored.expert is None else self.experts.get(stored.ours.rpartition(".")[0])
 
 
 class FileSource:

@@ -37,7 +37,8 @@ def allocate(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str
         raise ValueError(f"dtype: expected a floating-point one such as torch.bfloat16, got {dtype!r}")
     for name, old in [*model.named_parameters(), *model.named_buffers()]:
         path, _, leaf = name.rpartition(".")
-        new = torch.empty(old.shape, dtype=stored_dtype(name, dtype), device=device)
+        kind = stored_dtype(name, dtype) if old.is_floating_point() else old.dtype
+        new = torch.empty(old.shape, dtype=kind, device=device)
         if isinstance(old, nn.Parameter):
             model.get_submodule(path).register_parameter(leaf, nn.Parameter(new))
         else:

@@ -17,11 +17,14 @@ from openk3.model.depth import DepthQuery, open_stream
 from openk3.model.hf import from_pretrained, save_pretrained
 from openk3.model.init import allocate, initialize, keeping_float32
 from openk3.model.layer import Layer
+from openk3.model.moe import keep_packed
 from openk3.model.mtp import MTPLayer, next_token_pairs
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.model.vision import MoonViT, Projector
 from openk3.ops.cross_entropy import linear_cross_entropy
+
+Device = torch.device | str
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,7 @@ class K3(nn.Module):
 
     @classmethod
     def build(
-        cls,
-        config: ModelConfig,
-        *,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        cls, config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: Device = "cpu"
     ) -> Self:
         """A model with fresh weights; the same seed gives the same values on every device."""
         model = cls.empty(config, dtype=dtype, device=device)
@@ -72,23 +70,28 @@ class K3(nn.Module):
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: Device = "cpu", packed: bool = False
     ) -> Self:
-        """A model whose memory is allocated and not set; device "meta" allocates nothing."""
+        """A model whose memory is allocated, not set (on "meta" not even that); `packed` holds experts in MXFP4."""
         with torch.device("meta"):
-            model = cls(config)
+            model = keep_packed(cls(config), config.text) if packed else cls(config)
         allocate(model, dtype=dtype, device=device)
         return model
 
     @classmethod
     def from_pretrained(
-        cls, directory: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls,
+        directory: str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: Device = "cpu",
+        experts: str | None = None,
     ) -> Self:
         """A model from a folder in the released layout; bf16, float32 and MXFP4 experts are read alike.
 
-        Raises ConfigError or CheckpointError naming the file that is missing, damaged or does not fit.
+        experts="mxfp4" holds them packed in memory, for inference. Raises ConfigError or CheckpointError naming the
+        file that is missing, damaged or does not fit.
         """
-        return from_pretrained(cls.empty, directory, dtype=dtype, device=device)
+        return from_pretrained(cls.empty, directory, dtype=dtype, device=device, experts=experts)
 
     def save_pretrained(self, directory: str | Path, experts: str = "bf16", **options: Any) -> None:
         """Write the released layout, whole or not at all; experts "bf16", "mxfp4" or "float32".

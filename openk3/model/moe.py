@@ -7,7 +7,7 @@ bounds what enters the up-projection. `LatentMoE.exchange` is the only place tha
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from openk3.config.model import TextConfig
 from openk3.model.norm import RMSNorm
+from openk3.model.packed_experts import PackedExperts
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.grouped_linear import grouped_linear
 from openk3.ops.joint_linear import joint_linear
@@ -26,6 +27,7 @@ from openk3.ops.situ import situ_glu
 
 # Rows of padding that balanced experts may get for the sake of one batched product: at most a quarter.
 MAX_PADDING = 1.25
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class DenseFFN(nn.Module):
@@ -115,7 +117,7 @@ class LatentMoE(nn.Module):
         self.layer, self.num_experts = layer, config.num_experts
         self.router = Router(config)
         self.down_proj = nn.Linear(width, latent, bias=False)
-        self.experts = Experts(config)
+        self.experts: Experts | PackedExperts = Experts(config)
         self.latent_norm = RMSNorm(latent, config.rms_norm_eps)
         self.up_proj = nn.Linear(latent, width, bias=False)
         self.shared = DenseFFN(config, config.shared_intermediate_size) if config.num_shared_experts else None
@@ -140,9 +142,11 @@ class LatentMoE(nn.Module):
 
     def _weights(self) -> RoutedWeights:
         experts = self.experts
+        dense = (
+            experts.tiles() if isinstance(experts, PackedExperts) else (experts.w1_EIC, experts.w3_EIC, experts.w2_ECI)
+        )
         return RoutedWeights(
-            *(self.down_proj.weight, self.router.weight, self.router.bias),
-            *(experts.w1_EIC, experts.w3_EIC, experts.w2_ECI, self.latent_norm.weight),
+            *(self.down_proj.weight, self.router.weight, self.router.bias, dense, self.latent_norm.weight)
         )
 
     def _fused(self, x_TD: Tensor, trace: Trace) -> Tensor:
@@ -160,3 +164,11 @@ class LatentMoE(nn.Module):
             return self.up_proj(routed())
         u_TC, y_TD = side_by_side(x_TD, routed, partial(self.shared, x_TD))
         return y_TD.addmm_(u_TC, self.up_proj.weight.T)
+
+
+def keep_packed(model: Model, config: TextConfig) -> Model:
+    """The model itself, every layer's routed experts replaced by ones that stay in MXFP4, with undefined values."""
+    for module in model.modules():
+        if isinstance(module, LatentMoE):
+            module.experts = PackedExperts(config)
+    return model

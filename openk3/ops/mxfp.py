@@ -63,7 +63,7 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
     # Both values of a byte at once.
     pairs = _byte_values(wide, packed.device)[packed.int()]
     blocks = pairs.flatten(-2).unflatten(-1, (-1, BLOCK))
-    return blocks.mul_(_powers(wide, packed.device)[scale.int()].unsqueeze(-1)).flatten(-2).to(dtype)
+    return blocks.mul_(powers(wide, packed.device)[scale.int()].unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def fake_quantize_mxfp4(w: torch.Tensor, rule: str = "even") -> torch.Tensor:
@@ -117,8 +117,8 @@ def _byte_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack((levels[byte & 15], levels[byte >> 4]), -1)
 
 
-def _powers(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[256]: the scale of each byte, the last one NaN."""
+def powers(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[256]: the scale 2^(s - 127) of each byte s, the last one NaN."""
     powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127)
     powers[_NAN_BYTE] = float("nan")
     return powers.to(dtype=dtype, device=device)

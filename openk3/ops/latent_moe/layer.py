@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from openk3.ops.backend import pick
+from openk3.ops.latent_moe.packed import ExpertTiles
 from openk3.ops.routing import Routes
 
 MOST_EXPERTS, MOST_CHOICES = 1024, 32  # of a layer, of a token: what the routing kernels hold in registers
@@ -18,14 +19,14 @@ MOST_EXPERTS, MOST_CHOICES = 1024, 32  # of a layer, of a token: what the routin
 
 @dataclass(frozen=True)
 class RoutedWeights:
-    """Weights of a layer's routed part; all of one format but the bias, which is float32."""
+    """Weights of a layer's routed part; all of one format but the bias, which is float32, and packed experts."""
 
     down_CD: Tensor
     router_ED: Tensor
     bias_E: Tensor
-    w1_EIC: Tensor
-    w3_EIC: Tensor
-    w2_ECI: Tensor
+    experts: (
+        tuple[Tensor, Tensor, Tensor] | ExpertTiles
+    )  # w1 and w3 [E, I, C] and w2 [E, C, I], or all of them in MXFP4
     norm_C: Tensor
 
 
@@ -50,9 +51,14 @@ def by_kernels(x_TD: Tensor, weights: RoutedWeights, form: RoutedForm) -> bool:
 def _obstacle(x_TD: Tensor, weights: RoutedWeights, form: RoutedForm) -> str | None:
     """Why the kernels cannot take a layer, or None."""
     w = weights
-    kinds = {tensor.dtype for tensor in (w.down_CD, w.router_ED, w.w1_EIC, w.w3_EIC, w.w2_ECI, w.norm_C)}
+    dense = () if isinstance(w.experts, ExpertTiles) else w.experts
+    kinds = {tensor.dtype for tensor in (w.down_CD, w.router_ED, *dense, w.norm_C)}
     if kinds != {x_TD.dtype} or w.bias_E.dtype != torch.float32:
         return f"weights are {', '.join(sorted(map(str, kinds)))} with a bias of {w.bias_E.dtype}, x is {x_TD.dtype}"
+    if not dense and x_TD.dtype == torch.float16:
+        return "packed experts do not fit into float16"
+    if not dense and torch.is_grad_enabled() and any(x.requires_grad for x in (x_TD, w.down_CD, w.router_ED, w.norm_C)):
+        return "those of packed experts have no gradients"
     if form.grouped:
         return "they choose among all experts, not among groups of them"
     if len(w.router_ED) > MOST_EXPERTS or form.k > MOST_CHOICES:
@@ -70,13 +76,18 @@ def latent_experts(
     carry gradients; those of experts without tokens are exactly zero; every sum has one order.
     """
     from openk3.ops.latent_moe.experts_fused import Form, mix_experts, tile_rows
+    from openk3.ops.latent_moe.packed_fused import mix_packed, packed_tile_rows
     from openk3.ops.latent_moe.project_fused import project_and_route
     from openk3.ops.latent_moe.route_fused import Choice, sort
 
     w = weights
     choice = Choice(form.k, form.renormalize, form.scale)
     z_TC, routed = project_and_route(x_TD, (w.down_CD, w.router_ED), w.bias_E, choice, with_scores=with_scores)
-    plan = sort(routed, tile_rows(z_TC, form.k, len(w.router_ED)))
     norm = w.norm_C, Form(form.beta, form.linear_beta, form.eps)
-    u_TC = mix_experts(z_TC, routed.weights_Tk, plan, (w.w1_EIC, w.w3_EIC, w.w2_ECI), norm)
+    if isinstance(w.experts, ExpertTiles):
+        plan = sort(routed, packed_tile_rows(z_TC, form.k, w.experts))
+        u_TC = mix_packed(z_TC, routed.weights_Tk, plan, w.experts, norm)
+    else:
+        plan = sort(routed, tile_rows(z_TC, form.k, len(w.router_ED)))
+        u_TC = mix_experts(z_TC, routed.weights_Tk, plan, w.experts, norm)
     return u_TC, routed.scores_TE, Routes(routed.ids_Tk, routed.weights_Tk, routed.threshold_T)
