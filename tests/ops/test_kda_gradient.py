@@ -30,7 +30,8 @@ def both(
     span = tile_table(bounds, torch.device("cpu"), chunk=chunk).sequences()
     narrow = [x.to(dtype).contiguous() for x in (writes, states, d_states, d_o, d_v)]
     along = cut.spread(d_v * inputs["v"]).unflatten(3, (-1, 16)).sum(4).mT
-    scanned = gradient_kernel.Scanned(*narrow, along.float().contiguous())
+    rest = [None if dtype == torch.float32 else (x - x.to(dtype)).to(dtype).contiguous() for x in (writes, d_states)]
+    scanned = gradient_kernel.Scanned(*narrow, along.float().contiguous(), *rest)
     tokens = tuple(inputs[name].to(dtype) for name in TOKENS)
     out = gradient_kernel.TokenGradients(*(torch.full_like(x, torch.nan) for x in tokens))
     gate = KdaGate(inputs["A_log"].float(), inputs["dt_bias"].float())

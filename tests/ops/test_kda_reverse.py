@@ -38,11 +38,15 @@ def scanned(
     span = tile_table(bounds_of(lengths), torch.device("cpu"), chunk=chunk).sequences()
     (T, H, V), K = d_o.shape, space.nkd.shape[3]
     d_v = torch.full((T, H, V), torch.nan, dtype=dtype)
-    d_states = torch.full((span.num_tiles, H, V, K), torch.nan, dtype=dtype)
+    d_states, rest = (torch.full((span.num_tiles, H, V, K), torch.nan, dtype=dtype) for _ in range(2))
     d_state = d_final.float().clone()
     along = torch.full((span.num_tiles, H, V // 16, chunk), torch.nan)
     outputs = reverse_kernel.ReverseOutputs(d_v=d_v, d_states=d_states, d_entering=d_state, along=along)
+    if dtype != torch.float32:
+        outputs = replace(outputs, d_states_rest=rest)
     reverse_kernel.reverse_scan(space, d_o.to(dtype), span, d_state, outputs, v_THV=v.to(dtype))
+    if dtype != torch.float32:
+        d_states = d_states.double() + rest.double()
     return d_v, d_states, d_state, along
 
 

@@ -26,7 +26,7 @@ from openk3.ops.kda.tiles import Span
 from openk3.ops.kda.workspace import Workspace
 from openk3.ops.sequences import sequence_bounds, whole_numbers
 
-SLAB_TILES = 2**14  # tiles times heads of a slab: 32 kB each of states and of their gradients, and half of that besides
+SLAB_TILES = 3 * 2**12  # tiles times heads of a slab: about 160 kB each, of which states and their gradients take 96
 
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, decay logits, beta logits
 
@@ -195,15 +195,18 @@ class _Backward:
         span = self.plan.tiles.slab(low, high)
         workspace = prepare(q, k, logit, beta, self.gate, span=span, backward=True)
         (X, H, C, K), V = workspace.sizes, v.shape[2]
-        states, d_states = workspace.qd.new_empty(2, X, H, V, K)
-        writes = workspace.qd.new_empty(span.num_tokens, H, V)
+        empty, parts = workspace.qd.new_empty, 1 if workspace.kr_rest is None else 2
+        states, d_states, writes = empty(X, H, V, K), empty(parts, X, H, V, K), empty(parts, span.num_tokens, H, V)
+        d_states_rest, writes_rest = (None, None) if parts == 1 else (d_states[1], writes[1])
         along = states.new_empty(X, H, V // 16, C, dtype=torch.float32)
         entering = None if self.entering_PHKV is None else self.entering_PHKV[low:high]
-        scan(workspace, v, span, entering, ScanOutputs(r=writes, states=states))
+        scan(workspace, v, span, entering, ScanOutputs(r=writes[0], r_rest=writes_rest, states=states))
         d_leaving, d_entering = self._leaving(low, high, workspace, span, d_o_THV=d_o_THV, d_state_NHKV=d_state_NHKV)
-        outputs = ReverseOutputs(d_v=out.d_v, d_states=d_states, d_entering=d_entering, along=along)
+        outputs = ReverseOutputs(
+            d_v=out.d_v, d_states=d_states[0], d_states_rest=d_states_rest, d_entering=d_entering, along=along
+        )
         reverse_scan(workspace, d_o_THV, span, d_leaving, outputs, v_THV=v)
-        scanned = Scanned(writes, states, d_states, d_o_THV, out.d_v, along)
+        scanned = Scanned(writes[0], states, d_states[0], d_o_THV, out.d_v, along, writes_rest, d_states_rest)
         return tile_gradients(self.tokens, self.gate, scanned, out, span=span)
 
     def _leaving(

@@ -2,9 +2,11 @@
 
 Everything that has K channels is held transposed, [K, C], as accumulators of asynchronous products lie: there running
 sums over tokens stay within four neighbouring lanes, and a converted accumulator is the left operand of the next
-product without leaving its registers. All inputs of a tile arrive in shared memory by the copy engine, all at once, and
-two blocks share a multiprocessor: 128 registers a thread hold six of the seven matrices that a tile needs at its
-busiest, so what waits is parked in the shared memory that the states have left, and exponentials are taken anew.
+product without leaving its registers. The inputs of a tile arrive in shared memory by the copy engine, all at once
+but for what takes the place of others when they are done: second halves of the gradients of states, which come in two
+parts, and what rounding left of the writes. Two blocks share a multiprocessor: 128 registers a thread hold six of the
+seven matrices that a tile needs at its busiest, so what waits is parked in the shared memory that the states have left,
+and exponentials are taken anew.
 """
 
 from typing import Any
@@ -43,9 +45,21 @@ def tile_gradients(
     (_, H, K), V, C = q.shape, scanned.writes.shape[2], span.chunk
     d_gate = scanned.along.new_empty(span.num_tiles, H, 2, K)
     rows = [matrix(x, H * K, (C, K)) for x in (q, k, logit, out.d_q, out.d_k, out.d_logit)]
-    values = [matrix(x, H * V, (C, V)) for x in (scanned.writes, scanned.d_o, scanned.d_v)]
-    states = [matrix(x, K, (V, K)) for x in (scanned.states, scanned.d_states)]
-    arguments = [*rows, *values, *states, scanned.along, out.d_q, out.d_k, out.d_logit, out.d_beta, d_gate]
+    assert scanned.writes_rest is not None and scanned.d_states_rest is not None
+    values = [matrix(x, H * V, (C, V)) for x in (scanned.writes, scanned.writes_rest, scanned.d_o, scanned.d_v)]
+    halves = [matrix(x, K, (V // 2, K)) for x in (scanned.d_states, scanned.d_states_rest)]
+    arguments = [
+        *rows,
+        *values,
+        matrix(scanned.states, K, (V, K)),
+        *halves,
+        scanned.along,
+        out.d_q,
+        out.d_k,
+        out.d_logit,
+        out.d_beta,
+        d_gate,
+    ]
     arguments += [beta, gate.A_log_H, gate.dt_bias_HK, span.start_X, span.length_X]
     arguments += [span.token_low, gate.lower_bound, K**-0.5, H]
     launch(gradient_kernel, span.num_tiles * H, arguments, {"K": K, "V": V, "C": C}, settings())
@@ -71,14 +85,12 @@ def _barrier():
 
 
 @gluon.jit
-def _fetch(descriptors, places, bar):
-    """Blocks at these places in shared memory, on their way there until the barrier is done."""
-    rows: gl.constexpr = descriptors[0].block_shape[0]
-    width: gl.constexpr = descriptors[0].block_shape[1]
-    mbarrier.expect(bar, 2 * rows * width * len(descriptors))
+def _fetch(descriptors, places, bar, ELEMENTS: gl.constexpr):
+    """Blocks of so many elements in all at these places, on their way to shared memory until the barrier is done."""
+    mbarrier.expect(bar, 2 * ELEMENTS)
     buffers = ()
     for n in gl.static_range(len(descriptors)):
-        buffer = gl.allocate_shared_memory(gl.bfloat16, [rows, width], descriptors[n].layout)
+        buffer = gl.allocate_shared_memory(gl.bfloat16, descriptors[n].block_shape, descriptors[n].layout)
         tma.async_copy_global_to_shared(descriptors[n], [places[n][0], places[n][1]], bar, buffer)
         buffers = buffers + (buffer,)
     return buffers
@@ -108,28 +120,91 @@ def _later_sums(x, ones_s, acc):
 
 
 @gluon.jit
-def _exponent(logit_s, a_log_ptr, bias_ptr, head):
+def _exponent(logit, a_log_ptr, bias_ptr, head):
     """What the gate's sigmoid takes, [K, C], and the slope of that in the logit."""
-    C: gl.constexpr = logit_s.shape[0]
-    K: gl.constexpr = logit_s.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])
+    K: gl.constexpr = logit.shape[0]
+    layout: gl.constexpr = logit.type.layout
     slope = gl.minimum(gl.exp2(gl.load(a_log_ptr + head).to(gl.float32) * 1.4426950408889634), 1e30)
     channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
     shift = gl.load(bias_ptr + head * K + channel).to(gl.float32) * slope
-    return logit_s.permute((1, 0)).load(layout).to(gl.float32) * slope + shift[:, None], slope
+    return logit.to(gl.float32) * slope + shift[:, None], slope
 
 
 @gluon.jit
-def _shared_sums(a_s, b_s):
-    """Sums over rows of a * b, [V, K] in shared memory; a warp for every few columns."""
-    V: gl.constexpr = a_s.shape[0]
+def _shared_sums(a_s, b_s, rest_s, FIRST: gl.constexpr):
+    """Sums over rows of a * (b + rest), all in shared memory, b and rest rows from FIRST on of as many as a has."""
     K: gl.constexpr = a_s.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, K // 16], [1, 0])
     both = gl.zeros([16, K], gl.float32, layout=layout)
-    for n in gl.static_range(V // 16):
-        part = a_s.slice(16 * n, 16).load(layout).to(gl.float32)
-        both += part * b_s.slice(16 * n, 16).load(layout).to(gl.float32)
+    for n in gl.static_range(b_s.shape[0] // 16):
+        b = b_s.slice(16 * n, 16).load(layout).to(gl.float32) + rest_s.slice(16 * n, 16).load(layout).to(gl.float32)
+        both += a_s.slice(FIRST + 16 * n, 16).load(layout).to(gl.float32) * b
     return gl.sum(both, 0)
+
+
+@gluon.jit
+def _add_products(acc, d_states_s, d_rest_s, u_s, u_rest_s, FIRST: gl.constexpr):
+    """acc plus products of d_states + rest, rows from FIRST on, and of what is written there; anew from the first."""
+    ROWS: gl.constexpr = d_states_s.shape[0]
+    u_t = u_s.slice(FIRST, ROWS, 1).permute((1, 0))
+    u_rest_t = u_rest_s.slice(FIRST, ROWS, 1).permute((1, 0))
+    acc = warpgroup_mma(d_states_s.permute((1, 0)), u_t, acc, use_acc=FIRST > 0, is_async=True)
+    acc = warpgroup_mma(d_rest_s.permute((1, 0)), u_t, acc, is_async=True)
+    return warpgroup_mma(d_states_s.permute((1, 0)), u_rest_t, acc, is_async=True)
+
+
+@gluon.jit
+def _decay(logit, live, bound, a_log_ptr, bias_ptr, head):
+    """Running sums of the log2 decay of a tile, [K, C], less the middle of all, and that."""
+    x, _ = _exponent(logit, a_log_ptr, bias_ptr, head)
+    gate = (bound * 1.4426950408889634) / (1.0 + gl.exp2(x * -1.4426950408889634))
+    gate = gl.where(live[None, :], gate, gl.zeros_like(gate))
+    middle = 0.5 * gl.sum(gate, 1)
+    return _running(gate) - middle[:, None], middle
+
+
+@gluon.jit
+def _value_products(d_o_s, d_r_s, u_s, u_rest_s, square: gl.constexpr):
+    """Gradients of mqk and of the keys' products, less their sign, [C, C]: those of outputs and errors by writes."""
+    C: gl.constexpr = u_s.shape[0]
+    first: gl.constexpr = gl.DotOperandLayout(0, square, 2)
+    second: gl.constexpr = gl.DotOperandLayout(1, square, 2)
+    none = gl.zeros([C, C], gl.float32, layout=square)
+    u_t = u_s.permute((1, 0)).load(second)
+    u_rest_t = u_rest_s.permute((1, 0)).load(second)
+    d_mqk = mma_v2(d_o_s.load(first), u_rest_t, mma_v2(d_o_s.load(first), u_t, none))
+    d_keys = mma_v2(d_r_s.load(first), u_rest_t, mma_v2(d_r_s.load(first), u_t, none))
+    return d_mqk, d_keys
+
+
+@gluon.jit
+def _apart(d_mqk, d_keys):
+    """Both below the diagonal, the second one's sign turned, and what they are to be taken relative to."""
+    C: gl.constexpr = d_mqk.shape[0]
+    square: gl.constexpr = d_mqk.type.layout
+    none = gl.zeros_like(d_mqk)
+    # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
+    # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
+    # gradients may be tiny: products are taken relative to the largest. But what comes from the states may be large
+    # where nothing was written: the scale counts the diagonal and leaves room for that.
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
+    below = row[:, None] > column[None, :]
+    most = gl.abs(gl.where(row[:, None] >= column[None, :], d_mqk, none))
+    d_mqk = gl.where(below, d_mqk, none)
+    d_keys = gl.where(below, -d_keys, none)
+    peak = gl.max(gl.max(gl.maximum(most, gl.abs(d_keys)), 1), 0)
+    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(peak, 1e-27))))
+    return d_mqk, d_keys, size
+
+
+@gluon.jit
+def _triangle(C: gl.constexpr, square: gl.constexpr):
+    """Ones on and below the diagonal."""
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
+    none = gl.zeros([C, C], gl.float32, layout=square)
+    return gl.where(row[:, None] >= column[None, :], 1.0, none).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -215,10 +290,12 @@ def gradient_kernel(
     d_k_d,
     d_logit_d,
     writes_d,
+    writes_rest_d,
     d_o_d,
     d_v_d,
     states_d,
     d_states_d,
+    d_states_rest_d,
     along_ptr,
     d_q_ptr,
     d_k_ptr,
@@ -253,74 +330,78 @@ def gradient_kernel(
     start = gl.load(start_ptr + tile)
     length = gl.load(length_ptr + tile)
 
-    tokens_bar, values_bar, states_bar = _barrier(), _barrier(), _barrier()
+    tokens_bar, values_bar, rest_bar, states_bar = _barrier(), _barrier(), _barrier(), _barrier()
     fence_async_shared()
     gl.thread_barrier()
     key, value = (start, head * K), (start, head * V)
-    logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), tokens_bar)
-    u_s, d_o_s, d_r_s = _fetch((writes_d, d_o_d, d_v_d), ((start - token_low, head * V), value, value), values_bar)
-    states_s, d_states_s = _fetch((states_d, d_states_d), ((program * V, 0), (program * V, 0)), states_bar)
+    logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), tokens_bar, 3 * C * K)
+    written = (start - token_low, head * V)
+    u_s, d_o_s, d_r_s = _fetch((writes_d, d_o_d, d_v_d), (written, value, value), values_bar, 3 * C * V)
+    # Both parts of the gradients of the states share the memory of one, and come in halves.
+    state = (program * V, 0)
+    states_s, d_states_s, d_rest_s = _fetch(
+        (states_d, d_states_d, d_states_rest_d), (state, state, state), states_bar, 2 * V * K
+    )
 
-    # What the gradients of the beta logits need.
-    token = gl.arange(0, C, layout=over_columns)
-    beta_at = (start.to(gl.int64) + token) * H + head
-    beta_x = gl.load(beta_ptr + beta_at, mask=token < length, other=0.0).to(gl.float32)
-    along = gl.convert_layout(gl.sum(_along(along_ptr, program, V, C), 0), over_columns)
-
-    # The gate, and the norms of the rows.
+    # What rounding left of the writes lies where the logits were, which come again when its products are done.
     live = gl.arange(0, C, layout=over_c) < length
     zero = gl.zeros([K, C], gl.float32, layout=wide)
     mbarrier.wait(tokens_bar, 0)
+    logit = logit_s.permute((1, 0)).load(wide)
+    u_rest_s = logit_s
+    mbarrier.expect(rest_bar, 2 * C * V)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_global_to_shared(writes_rest_d, [start - token_low, head * V], rest_bar, u_rest_s)
     _clear((q_s, k_s), length, rows)
-    x, _ = _exponent(logit_s, a_log_ptr, bias_ptr, head)
-    gate = (bound * 1.4426950408889634) / (1.0 + gl.exp2(x * -1.4426950408889634))
-    gate = gl.where(live[None, :], gate, zero)
-    middle = 0.5 * gl.sum(gate, 1)
-    total = _running(gate) - middle[:, None]
 
     # Products among values.
-    first: gl.constexpr = gl.DotOperandLayout(0, square, 2)
-    second: gl.constexpr = gl.DotOperandLayout(1, square, 2)
-    none = gl.zeros([C, C], gl.float32, layout=square)
     mbarrier.wait(values_bar, 0)
-    _clear((u_s, d_o_s, d_r_s), length, rows)
+    mbarrier.wait(rest_bar, 0)
+    _clear((u_s, d_o_s, d_r_s, u_rest_s), length, rows)
     own = gl.sum(d_o_s.load(rows).to(gl.float32) * u_s.load(rows).to(gl.float32), 1)
-    u_t = u_s.permute((1, 0)).load(second)
-    d_mqk = mma_v2(d_o_s.load(first), u_t, none)
-    d_keys = mma_v2(d_r_s.load(first), u_t, none)
+    d_mqk, d_keys = _value_products(d_o_s, d_r_s, u_s, u_rest_s, square)
 
-    # Products with the states.
+    # Products with the states. The second halves are on their way while the gate is computed.
     gl.thread_barrier()
     mbarrier.wait(states_bar, 0)
-    states_t = states_s.permute((1, 0))
-    carried = gl.convert_layout(_shared_sums(states_s, d_states_s), over_k)
-    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_kr = warpgroup_mma(d_states_s.permute((1, 0)), u_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    d_kr = _add_products(zero, d_states_s, d_rest_s, u_s, u_rest_s, 0)
+    carried = gl.convert_layout(_shared_sums(states_s, d_states_s, d_rest_s, 0), over_k)
+    d_kr = warpgroup_mma_wait(0, (d_kr,))
+    mbarrier.expect(states_bar, 2 * V * K)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_global_to_shared(d_states_d, [program * V + V // 2, 0], states_bar, d_states_s)
+    tma.async_copy_global_to_shared(d_states_rest_d, [program * V + V // 2, 0], states_bar, d_rest_s)
 
-    # A token's query reads its own key without any decay between: the diagonal is left out of the products, where its
-    # two shares in the gradient of the decay would cancel only up to rounding. Decay may span 2^-231 in a tile and
-    # gradients may be tiny: products are taken relative to the largest. But what comes from the states may be large
-    # where nothing was written: the scale counts the diagonal and leaves room for that.
-    row = gl.arange(0, C, layout=gl.SliceLayout(1, square))
-    column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
-    below = row[:, None] > column[None, :]
-    most = gl.abs(gl.where(row[:, None] >= column[None, :], d_mqk, none))
-    d_mqk = gl.where(below, d_mqk, none)
-    d_keys = gl.where(below, -d_keys, none)
-    peak = gl.max(gl.max(gl.maximum(most, gl.abs(d_keys)), 1), 0)
-    size = gl.exp2(gl.ceil(gl.log2(gl.maximum(peak, 1e-27))))
+    total, middle = _decay(logit, live, bound, a_log_ptr, bias_ptr, head)
+
+    mbarrier.wait(states_bar, 1)
+    d_kr = _add_products(d_kr, d_states_s, d_rest_s, u_s, u_rest_s, V // 2)
+    carried += gl.convert_layout(_shared_sums(states_s, d_states_s, d_rest_s, V // 2), over_k)
+    states_t = states_s.permute((1, 0))
+    d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+    d_mqk, d_keys, size = _apart(d_mqk, d_keys)
     shrink = 1.0 / size
     half = gl.exp2(middle)
-    d_kd, d_kr = warpgroup_mma_wait(0, (d_kd, d_kr))
+    d_kd, d_qd, d_kr = warpgroup_mma_wait(0, (d_kd, d_qd, d_kr))
+    mbarrier.expect(rest_bar, 2 * C * K)
+    fence_async_shared()
     gl.thread_barrier()  # a warpgroup waits for its own products only, and what follows overwrites what both read
     u_s._keep_alive()
+    d_o_s._keep_alive()
     d_r_s._keep_alive()
+    states_s._keep_alive()
     d_states_s._keep_alive()
+    d_rest_s._keep_alive()
+    tma.async_copy_global_to_shared(logit_d, [start, head * K], rest_bar, logit_s)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # The triangle first: where another operand of products lay, ptxas (CUDA 12.8) loses the address of one that is
     # read again at once, and takes its second half from anywhere.
-    ones_s = gl.allocate_shared_memory(io, [C, C], small, gl.where(row[:, None] >= column[None, :], 1.0, none).to(io))
+    ones_s = gl.allocate_shared_memory(io, [C, C], small, _triangle(C, square))
     d_mqk_s = gl.allocate_shared_memory(io, [C, C], small, (d_mqk * shrink).to(io))
     d_keys_s = gl.allocate_shared_memory(io, [C, C], small, (d_keys * shrink).to(io))
     fence_async_shared()
@@ -330,11 +411,17 @@ def gradient_kernel(
     dots_s = gl.allocate_shared_memory(gl.float32, [C], line)
     parked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, C], gl.float32)
     total_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, total)
+    d_qd_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_qd * shrink * half[:, None])
     scratch_s = gl.allocate_shared_memory(gl.float32, [K, C], parked)
+
+    # What the gradients of the beta logits need.
+    token = gl.arange(0, C, layout=over_columns)
+    beta_at = (start.to(gl.int64) + token) * H + head
+    beta_x = gl.load(beta_ptr + beta_at, mask=token < length, other=0.0)
+    along = _along(along_ptr, program, V, C)
 
     # Products inside the tile. Gradients of the decay take the rounded rows that the products take: then what a pair of
     # tokens gives to the decay up to the one and takes from that up to the other cancels exactly where it should.
-    half_s = gl.allocate_shared_memory(gl.float32, [K], line, half)
     d_kr = d_kr * shrink * half[:, None]
     row_ki = _row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))
     ki = row_ki.to(io)
@@ -350,22 +437,16 @@ def gradient_kernel(
     d_ki = warpgroup_mma(gl.convert_layout(kd, left), d_keys_s, d_kr, is_async=True)
     qd = (_row(q_s, q_norm, wide) * (gl.exp2(total_s.load(wide)) * scale)).to(io)
     d_ki = warpgroup_mma(gl.convert_layout(qd, left), d_mqk_s, d_ki, is_async=True)
-    d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    d_kd, d_ki = warpgroup_mma_wait(1, (d_kd, d_ki))
+    d_kd, d_ki = warpgroup_mma_wait(0, (d_kd, d_ki))
     d_log = d_kd * kd.to(gl.float32)
     # Of all that a token reads, its value counts for it and what its key finds against it; 1 - beta is exact.
-    d_read = along + _column_sums(d_log, scratch_s) * size
-    d_beta = d_read / (1.0 + gl.exp2(beta_x * 1.4426950408889634))
+    d_read = gl.convert_layout(gl.sum(along, 0), over_columns) + _column_sums(d_log, scratch_s) * size
+    d_beta = d_read / (1.0 + gl.exp2(beta_x.to(gl.float32) * 1.4426950408889634))
     gl.store(d_beta_ptr + beta_at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
     d_log -= d_ki * ki.to(gl.float32) + alone_s.load(wide).to(gl.float32)
     total = total_s.load(wide)
     d_k = d_kd * gl.exp2(total) + d_ki * gl.exp2(-total)
-    d_qd = warpgroup_mma_wait(0, (d_qd,))
-    gl.thread_barrier()
-    d_o_s._keep_alive()
-    states_s._keep_alive()
-    d_qd = d_qd * shrink * half_s.load(over_k)[:, None]
-    d_qd = warpgroup_mma(ki_left, d_mqk_s.permute((1, 0)), d_qd, is_async=True)
+    d_qd = warpgroup_mma(ki_left, d_mqk_s.permute((1, 0)), d_qd_s.load(wide), is_async=True)
     d_k_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_k)
     d_qd = warpgroup_mma_wait(0, (d_qd,))
     d_mqk_s._keep_alive()
@@ -378,7 +459,8 @@ def gradient_kernel(
     d_q_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_q)
     d_log = _later_sums(d_log, ones_s, zero + carried_s.load(over_k)[:, None])
     ones_s._keep_alive()
-    x, slope = _exponent(logit_s, a_log_ptr, bias_ptr, head)
+    mbarrier.wait(rest_bar, 1)
+    x, slope = _exponent(logit_s.permute((1, 0)).load(wide), a_log_ptr, bias_ptr, head)
     tail = gl.exp2(gl.abs(x) * -1.4426950408889634)
     share = 1.0 / (1.0 + tail)
     d_x = gl.where(live[None, :], d_log * (tail * share * share) * (bound * size), zero)
@@ -398,15 +480,17 @@ def gradient_kernel(
     # The memory of a barrier is nobody else's: the machine may write it back when another process takes its turn.
     tokens_bar._keep_alive()
     values_bar._keep_alive()
+    rest_bar._keep_alive()
     states_bar._keep_alive()
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launcher compiles at K = V = 128 in bfloat16, for Hopper."""
     assert arch == 90
-    tile, state = block_type((32, 128)), block_type((128, 128))
+    tile, state, half = (block_type((rows, 128)) for rows in (32, 128, 64))
     given: dict[str, Any] = dict.fromkeys(("q_d", "k_d", "logit_d", "d_q_d", "d_k_d", "d_logit_d"), tile)
-    given |= dict.fromkeys(("writes_d", "d_o_d", "d_v_d"), tile) | dict.fromkeys(("states_d", "d_states_d"), state)
+    given |= dict.fromkeys(("writes_d", "writes_rest_d", "d_o_d", "d_v_d"), tile) | {"states_d": state}
+    given |= dict.fromkeys(("d_states_d", "d_states_rest_d"), half)
     given |= dict.fromkeys(("d_q_ptr", "d_k_ptr", "d_logit_ptr", "d_beta_ptr", "beta_ptr"), "*bf16")
     given |= dict.fromkeys(("along_ptr", "d_gate_ptr"), "*fp32")
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}

@@ -27,6 +27,8 @@ class Scanned:
     d_o: Tensor  # [T, H, V]
     d_v: Tensor  # [T, H, V]
     along: Tensor  # [X, H, V / 16, C] float32: sums of d_v times v over each 16 channels
+    writes_rest: Tensor | None = None  # as writes: what rounding left of them; None in float32
+    d_states_rest: Tensor | None = None  # as d_states
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def tile_gradients(
     if span.num_tiles * H:
         gradient_kernel[(span.num_tiles * H,)](
             *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
-            *(scanned.writes, scanned.d_v, scanned.d_o, scanned.states, scanned.d_states, scanned.along),
+            *(scanned.writes, scanned.writes_rest, scanned.d_v, scanned.d_o, scanned.states),
+            *(scanned.d_states, scanned.d_states_rest, scanned.along),
             *(out.d_q, out.d_k, out.d_logit, out.d_beta, d_gate),
             *(span.start_X, span.length_X, span.token_low, gate.lower_bound, K**-0.5, H),
             K=K,
@@ -80,12 +83,12 @@ def tile_gradients(
 def _suits_hopper(tokens: tuple[Tensor, ...], gate: KdaGate, scanned: Scanned, span: Span) -> bool:
     """Whether the Gluon kernel takes these: it moves bfloat16 tiles of 128 channels by Hopper's copy engine."""
     q, k, _, logit, beta = tokens
-    moved = (q, k, logit, scanned.writes, scanned.d_o, scanned.d_v, scanned.states)
+    moved = (q, k, logit, scanned.writes, scanned.writes_rest, scanned.d_o, scanned.d_v, scanned.states)
     return (
         prefers_gluon(q.device)
         and q.shape[2] == scanned.writes.shape[2] == 128
         and span.chunk == 32
-        and all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in moved)
+        and all(x is not None and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in moved)
         and beta.dtype == torch.bfloat16
         and gate.A_log_H.dtype == gate.dt_bias_HK.dtype == torch.float32
     )
@@ -95,11 +98,11 @@ def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int
     """Block of value channels, and launch options.
 
     On Hopper nothing is fetched ahead: Triton 3.6 would let copies overwrite blocks that products still read, because
-    here the same blocks are also read into registers. And for few key channels its ptxas takes operands from elsewhere
-    if blocks are larger.
+    here the same blocks are also read into registers. With larger blocks its ptxas runs out of registers, or, for few
+    key channels, takes operands from elsewhere.
     """
     ahead = arch != 90
-    block = 16 if ahead or exact else 64 if K == 128 else 32
+    block = 16 if ahead or exact else 32
     return {"BV": min(V, block), "num_warps": max(4, K // 16), "num_stages": 2 if ahead else 1}
 
 
@@ -142,10 +145,12 @@ def gradient_kernel(
     a_log_ptr,
     bias_ptr,
     writes_ptr,
+    writes_rest_ptr,
     d_v_ptr,
     d_o_ptr,
     states_ptr,
     d_states_ptr,
+    d_states_rest_ptr,
     along_ptr,
     d_q_ptr,
     d_k_ptr,
@@ -191,7 +196,16 @@ def gradient_kernel(
         d_r = tl.load(d_v_ptr + values + v + rows, mask=live[:, None], other=0.0).to(io)
         entering = tl.load(states_ptr + state + v * K + block)
         d_leaving = tl.load(d_states_ptr + state + v * K + block)
-        carried += tl.sum(entering.to(tl.float32) * d_leaving.to(tl.float32), 0)
+        both = d_leaving.to(tl.float32)
+        if d_states_rest_ptr is not None:  # gradients of the gate are small differences: both in two parts
+            write_rest = tl.load(writes_rest_ptr + values_low + v + rows, mask=live[:, None], other=0.0)
+            rest = tl.load(d_states_rest_ptr + state + v * K + block)
+            both += rest.to(tl.float32)
+            d_mqk = tl.dot(d_o, tl.trans(write_rest), d_mqk, input_precision=precision)
+            d_keys = tl.dot(d_r, tl.trans(write_rest), d_keys, input_precision=precision)
+            d_kr = tl.dot(tl.trans(rest), tl.trans(write), d_kr, input_precision=precision)
+            d_kr = tl.dot(tl.trans(d_leaving), tl.trans(write_rest), d_kr, input_precision=precision)
+        carried += tl.sum(entering.to(tl.float32) * both, 0)
         d_mqk = tl.dot(d_o, tl.trans(write), d_mqk, input_precision=precision)
         d_keys = tl.dot(d_r, tl.trans(write), d_keys, input_precision=precision)
         d_qd = tl.dot(tl.trans(entering), tl.trans(d_o), d_qd, input_precision=precision)
@@ -277,7 +291,7 @@ def gradient_kernel(
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile in bfloat16 at K = V = 128, and on Hopper at fewer channels, for capability `arch`."""
-    tokens = ["q", "k", "logit", "beta", "writes", "d_v", "d_o", "states", "d_states"]
+    tokens = ["q", "k", "logit", "beta", "writes", "writes_rest", "d_v", "d_o", "states", "d_states", "d_states_rest"]
     tokens += ["d_q", "d_k", "d_logit", "d_beta"]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
     given |= dict.fromkeys(("a_log_ptr", "bias_ptr", "along_ptr", "d_gate_ptr"), "*fp32")

@@ -41,7 +41,7 @@ def reverse_scan(
     arguments = [
         *(*tiles_of(workspace, rest=True), matrix(d_o_THV, H * V, (C, V))),
         None if out.along is None or v_THV is None else matrix(v_THV, H * V, (C, V)),
-        None if out.d_states is None else matrix(out.d_states, K, (ROWS, K)),
+        *(None if x is None else matrix(x, K, (ROWS, K)) for x in (out.d_states, out.d_states_rest)),
         *(out.d_v, out.along, d_leaving_PHKV, out.d_entering),
         *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
     ]
@@ -85,7 +85,7 @@ def _produce(descriptors, ring, full, empty, start_ptr, low, steps, H, head, V: 
 def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr):
     """A warpgroup: rows 64 GROUP + 0..63 of the transposed gradient of the state of one head of one run."""
     nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
-    d_states_d, d_v_s, d_states_s = stores
+    d_states_d, d_states_rest_d, d_v_s, d_states_s = stores
     d_v_ptr, along_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr = pointers
     run_head, low, steps, H, head = place
     STAGES: gl.constexpr = nkd_s.shape[0]
@@ -118,25 +118,27 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
         kr_t = kr_s.index(stage).permute((1, 0))
         d_write = warpgroup_mma(leaving, kr_t, zero, use_acc=False, is_async=True)
         d_write = warpgroup_mma(leaving, kr_rest_s.index(stage).permute((1, 0)), d_write, is_async=True)
-        rest = gl.convert_layout((state - rounded.to(gl.float32)).to(gl.bfloat16), left)
-        d_write = warpgroup_mma(rest, kr_t, d_write, is_async=True)
+        rest = (state - rounded.to(gl.float32)).to(gl.bfloat16)
+        d_write = warpgroup_mma(gl.convert_layout(rest, left), kr_t, d_write, is_async=True)
         d_write = warpgroup_mma(d_o, mqk_s.index(stage), d_write, is_async=True)
         decay = decay_s.index(stage).reshape([K]).load(gl.SliceLayout(0, wide))
         state = state * decay[None, :]
         if d_states_d is not None:
-            buffer = d_states_s.index(2 * GROUP + (step & 1))
-            put_states(rounded, buffer, d_states_d, (tile * H + head) * V + column)
+            put_states(rounded, d_states_s.index(2 * GROUP), d_states_d, (tile * H + head) * V + column)
+            put_states(rest, d_states_s.index(2 * GROUP + 1), d_states_rest_d, (tile * H + head) * V + column)
         d_write = warpgroup_mma_wait(0, (d_write,))
         high = d_write.to(gl.bfloat16)  # in two parts: this product costs nothing beside the others, its rounding does
-        rest = (d_write - high.to(gl.float32)).to(gl.bfloat16)
+        low_part = (d_write - high.to(gl.float32)).to(gl.bfloat16)
         d_v = warpgroup_mma(gl.convert_layout(high, left), inv_s.index(stage), zero, use_acc=False, is_async=True)
-        d_v = warpgroup_mma(gl.convert_layout(rest, left), inv_s.index(stage), d_v, is_async=True)
+        d_v = warpgroup_mma(gl.convert_layout(low_part, left), inv_s.index(stage), d_v, is_async=True)
         state = warpgroup_mma(gl.convert_layout(d_o, wide_left), qd_s.index(stage), state, is_async=True)
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         d_v = warpgroup_mma_wait(1, (d_v,))
         d_v = d_v * beta[None, :]
         d_v_io = d_v.to(gl.bfloat16)
         state = warpgroup_mma(gl.convert_layout(d_v_io, wide_left), nkd_s.index(stage), state, is_async=True)
+        low_part = (d_v - d_v_io.to(gl.float32)).to(gl.bfloat16)
+        state = warpgroup_mma(gl.convert_layout(low_part, wide_left), nkd_s.index(stage), state, is_async=True)
         if along_ptr is not None:
             v = v_s.index(stage).slice(column, ROWS, 1).permute((1, 0)).load(narrow).to(gl.float32)
             along = gl.sum((d_v * v).reshape((4, 16, C)), 1)
@@ -168,6 +170,7 @@ def reverse_kernel(
     d_o_d,
     v_d,
     d_states_d,
+    d_states_rest_d,
     d_v_ptr,
     along_ptr,
     d_leaving_ptr,
@@ -211,8 +214,8 @@ def reverse_kernel(
     ring = (nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s)
     pointers = (d_v_ptr, along_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr)
     place = (run_head.to(gl.int64), low, steps, H, head)
-    first = (d_states_d, d_v_s.index(0), d_states_s)
-    second = (d_states_d, d_v_s.index(1), d_states_s)
+    first = (d_states_d, d_states_rest_d, d_v_s.index(0), d_states_s)
+    second = (d_states_d, d_states_rest_d, d_v_s.index(1), d_states_s)
     VALUES: gl.constexpr = C * V if v_d is None else 2 * C * V
     BYTES: gl.constexpr = 2 * (4 * C * K + 2 * C * C + VALUES) + 4 * K + 4 * C
     gl.warp_specialize(
@@ -236,10 +239,10 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= {"decay_d": block_type((1, K), torch.float32), "beta_d": block_type((1, C), torch.float32)}
     given |= dict.fromkeys(("start_ptr", "length_ptr", "first_ptr"), "*i32:1")
     given |= {"tile_low": "i32", "H": "i32", "K": K, "V": 128, "C": C, "STAGES": options.pop("STAGES")}
-    states = block_type((ROWS, K))
+    written = dict.fromkeys(("d_states_d", "d_states_rest_d"), block_type((ROWS, K)))
     variants: list[dict[str, Any]] = [
-        {"d_states_d": states, "d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": "*fp32"},
-        {"d_states_d": states, "d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": None},
-        dict.fromkeys(("d_states_d", "d_v_ptr", "along_ptr", "v_d", "d_leaving_ptr")) | {"d_entering_ptr": "*fp32"},
+        written | {"d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": "*fp32"},
+        written | {"d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": None},
+        dict.fromkeys((*written, "d_v_ptr", "along_ptr", "v_d", "d_leaving_ptr")) | {"d_entering_ptr": "*fp32"},
     ]
     return [(reverse_kernel, given | variant, options) for variant in variants]

@@ -25,6 +25,7 @@ class ReverseOutputs:
 
     d_v: Tensor | None = None  # [T, H, V] of all tokens
     d_states: Tensor | None = None  # [X, H, V, K]: the transposed gradient of the state leaving each tile
+    d_states_rest: Tensor | None = None  # as d_states: what rounding left of it
     d_entering: Tensor | None = None  # [P, H, K, V] float32: of the state entering each run; may be d_leaving itself
     along: Tensor | None = None  # [X, H, V / 16, C] float32: sums of d_v times v over each 16 channels; needs v
 
@@ -57,7 +58,7 @@ def reverse_scan(
     w = workspace
     reverse_kernel[(runs * H * (V // options["BV"]),)](
         *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, d_o_THV, v_THV, d_leaving_PHKV),
-        *(out.d_v, out.d_states, out.d_entering, out.along),
+        *(out.d_v, out.d_states, out.d_states_rest, out.d_entering, out.along),
         *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
         K=K,
         V=V,
@@ -87,7 +88,7 @@ def settings(V: int, arch: int, *, exact: bool = False) -> dict[str, int]:
     """Block of value channels, and launch options, for a compute capability such as 90; `exact`: in float32."""
     if exact:
         return {"BV": 16, "num_warps": 8, "num_stages": 2}
-    return {"BV": min(V, 128 if arch == 90 else 32), "num_warps": 4 if V < 64 else 8, "num_stages": 2}
+    return {"BV": min(V, 64 if arch == 90 else 32), "num_warps": 4 if V < 64 else 8, "num_stages": 2}
 
 
 @triton.jit(
@@ -108,6 +109,7 @@ def reverse_kernel(
     d_leaving_ptr,
     d_v_ptr,
     d_states_ptr,
+    d_states_rest_ptr,
     d_entering_ptr,
     along_ptr,
     start_ptr,
@@ -167,6 +169,8 @@ def reverse_kernel(
             kr_rest = tl.load(kr_rest_ptr + at * (C * K) + wide)
             d_write = tl.dot(leaving, tl.trans(kr_rest), d_write, input_precision=precision)
             rest = (state - leaving.to(tl.float32)).to(io)
+            if d_states_rest_ptr is not None:
+                tl.store(d_states_rest_ptr + at * (V * K) + column * K + transposed, rest)
             d_write = tl.dot(rest, tl.trans(kr), d_write, input_precision=precision)
         d_v = tl.dot(d_write.to(io), inv, input_precision=precision)
         if precision != "ieee":
@@ -178,11 +182,14 @@ def reverse_kernel(
             along = tl.sum(tl.reshape(d_v * tl.trans(v).to(tl.float32), (BV // 16, 16, C)), 1)
             parts = tl.arange(0, BV // 16)[:, None] * C + c[None, :]
             tl.store(along_ptr + (at * V + column) // 16 * C + parts, along)
+        rest = (d_v - d_v.to(io).to(tl.float32)).to(io)
         d_v = d_v.to(io)
         if d_v_ptr is not None:
             tl.store(d_v_ptr + first + tokens, tl.trans(d_v).to(d_v_ptr.dtype.element_ty), mask=live)
         state = tl.dot(tl.trans(d_o), qd, state * decay[None, :], input_precision=precision)
         state = tl.dot(d_v, nkd, state, input_precision=precision)
+        if precision != "ieee":
+            state = tl.dot(rest, nkd, state, input_precision=precision)
     if d_entering_ptr is not None:
         tl.store(d_entering_ptr + at_state + inner, state)
 
@@ -238,11 +245,11 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         "first_ptr": "*i32:1",
     }
     given |= {"tile_low": "i32", "H": "i32"} | shape
+    written = dict.fromkeys(("d_v_ptr", "d_states_ptr", "d_states_rest_ptr"), "*bf16")
     variants = (
-        {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": "*fp32"},
-        {"d_leaving_ptr": "*fp32", "d_v_ptr": "*bf16", "d_states_ptr": "*bf16", "d_entering_ptr": None},
-        {"d_leaving_ptr": None, "d_entering_ptr": "*fp32"}
-        | dict.fromkeys(("d_v_ptr", "d_states_ptr", "along_ptr", "v_ptr")),
+        written | {"d_leaving_ptr": "*fp32", "d_entering_ptr": "*fp32"},
+        written | {"d_leaving_ptr": "*fp32", "d_entering_ptr": None},
+        {"d_leaving_ptr": None, "d_entering_ptr": "*fp32"} | dict.fromkeys((*written, "along_ptr", "v_ptr")),
     )
     folding = {"maps_ptr": "*fp32", "d_state_ptr": "*fp32", "written_ptr": "*fp32", "parts_ptr": "*i32:1"}
     folding |= {"part_low": "i32", "count": "i32", "H": "i32", "K": 128, "V": 128, "BV": 16}

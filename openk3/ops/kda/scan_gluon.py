@@ -51,10 +51,11 @@ def _launch(
     constants = {"K": K, "V": V, "C": C, "MAPS": maps, "GROUPS": options.pop("GROUPS"), "STAGES": options.pop("STAGES")}
     width = ROWS * constants["GROUPS"]
     assert out.states is None or workspace.kr_rest is not None
+    assert out.r_rest is None or (out.r is not None and out.states is not None)
     arguments = [
         *(*tiles_of(workspace, rest=out.states is not None), matrix(v_THV, H * V, (C, width))),
         None if out.states is None else matrix(out.states, K, (ROWS, K)),
-        *(out.o, out.r, initial, out.final, out.saved),
+        *(out.o, out.r, out.r_rest, initial, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
     ]
     launch(scan_kernel, span.num_runs * H * (((V + K) if maps else V) // width), arguments, constants, options)
@@ -150,7 +151,8 @@ def _consume(
     """A warpgroup: rows `column` + 0..63 of the transposed state of one head of one run."""
     nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
     states_d, o_s, r_s, states_s = stores
-    o_ptr, r_ptr, initial_ptr, final_ptr, saved_ptr, start_ptr, length_ptr, mark_ptr, token_low = pointers
+    outputs, initial_ptr, start_ptr, length_ptr, mark_ptr, token_low = pointers
+    o_ptr, r_ptr, r_rest_ptr, final_ptr, saved_ptr = outputs
     run_head, low, steps, H, head = place
     STAGES: gl.constexpr = nkd_s.shape[0]
     C: gl.constexpr = nkd_s.shape[1]
@@ -190,7 +192,9 @@ def _consume(
         entering = gl.convert_layout(rounded, left)
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         error = warpgroup_mma(entering, nkd_s.index(stage).permute((1, 0)), v, is_async=True)
-        if states_d is not None:
+        if states_d is not None:  # gradients of what reads these states want them better than outputs do
+            rest = gl.convert_layout((state - rounded.to(gl.float32)).to(gl.bfloat16), left)
+            error = warpgroup_mma(rest, nkd_s.index(stage).permute((1, 0)), error, is_async=True)
             buffer = states_s.index(2 * GROUP + (step & 1))
             put_states(rounded, buffer, states_d, ((low + step) * H + head) * V + column)
         error = warpgroup_mma_wait(0, (error,))
@@ -208,7 +212,7 @@ def _consume(
         write = warpgroup_mma_wait(1 if o_ptr is not None else 0, (write,))
         write_io = write.to(gl.bfloat16)
         state = warpgroup_mma(gl.convert_layout(write_io, wide_left), kr_s.index(stage), state, is_async=True)
-        if states_d is not None:  # gradients of what reads these states want them better than outputs do
+        if states_d is not None:
             kr_rest = kr_rest_s.index(stage)
             state = warpgroup_mma(gl.convert_layout(write_io, wide_left), kr_rest, state, is_async=True)
             rest = (write - write_io.to(gl.float32)).to(gl.bfloat16)
@@ -220,6 +224,8 @@ def _consume(
             put_tokens(ready, o_s, o_ptr, ready_start, ready_length, H, head, column, V)
         if r_ptr is not None:
             put_tokens(write_io, r_s, r_ptr, start - token_low, length, H, head, column, V)
+        if r_rest_ptr is not None:
+            put_tokens(rest, o_s, r_rest_ptr, start - token_low, length, H, head, column, V)
         if o_ptr is not None:
             state, out = warpgroup_mma_wait(0, (state, out))
             ready = out.to(gl.bfloat16)
@@ -260,6 +266,7 @@ def scan_kernel(
     states_d,
     o_ptr,
     r_ptr,
+    r_rest_ptr,
     initial_ptr,
     final_ptr,
     saved_ptr,
@@ -308,7 +315,8 @@ def scan_kernel(
     states_s = o_s if states_d is None else gl.allocate_shared_memory(io, [2 * GROUPS, 64, K], states_d.layout)
     descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d)
     ring = (nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s)
-    pointers = (o_ptr, r_ptr, initial_ptr, final_ptr, saved_ptr, start_ptr, length_ptr, mark_ptr, token_low)
+    outputs = (o_ptr, r_ptr, r_rest_ptr, final_ptr, saved_ptr)
+    pointers = (outputs, initial_ptr, start_ptr, length_ptr, mark_ptr, token_low)
     place = (run_head.to(gl.int64), low, steps, H, head)
     first = (states_d, o_s.index(0), r_s.index(0), states_s)
     rows: gl.constexpr = 3 if READ else 2
@@ -345,7 +353,8 @@ def scan_kernel(
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launcher compiles, for compute capability `arch`: the backward pass, training, prefill, maps."""
     K, C = 128, 32
-    backward = {"r_ptr": "*bf16", "states_d": block_type((ROWS, K)), "kr_rest_d": block_type((C, K))}
+    backward = {"states_d": block_type((ROWS, K)), "kr_rest_d": block_type((C, K))}
+    backward |= dict.fromkeys(("r_ptr", "r_rest_ptr"), "*bf16")
     writes: list[dict[str, Any]] = [
         backward | {"initial_ptr": "*fp32"},
         backward,
@@ -358,7 +367,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d"), block_type((C, K)))
     given |= dict.fromkeys(("inv_d", "mqk_d"), block_type((C, C)))
     given |= {"decay_d": block_type((1, K), torch.float32), "beta_d": block_type((1, C), torch.float32)}
-    given |= dict.fromkeys(("kr_rest_d", "states_d", "o_ptr", "r_ptr", "initial_ptr", "final_ptr", "saved_ptr"))
+    given |= dict.fromkeys(("kr_rest_d", "states_d", "o_ptr", "r_ptr", "r_rest_ptr"))
+    given |= dict.fromkeys(("initial_ptr", "final_ptr", "saved_ptr"))
     given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr"), "*i32:1")
     given |= {"tile_low": "i32", "token_low": "i32", "H": "i32", "K": K, "V": 128, "C": C, "MAPS": False}
     cases = []

@@ -30,23 +30,24 @@ class ScanOutputs:
     states: Tensor | None = None  # [X, H, V, K]: the transposed state entering each tile
     final: Tensor | None = None  # [P, H, K, V] float32
     saved: Tensor | None = None  # [rows, H, K, V] float32: states behind tiles that Span.mark_X names
+    r_rest: Tensor | None = None  # as r: what rounding left of it
 
 
 def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor | None, outputs: ScanOutputs) -> None:
     """Scan each run of the span from its own initial state (float32; None: zero)."""
-    if fits(workspace, v_THV, initial_PHKV, outputs.o, outputs.r, outputs.states, outputs.final, outputs.saved):
+    if fits(workspace, v_THV, initial_PHKV, *vars(outputs).values()):
         _gluon().scan(workspace, v_THV, span, initial_PHKV, outputs)
         return
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
-    options = scan_settings(V, compute_capability(v_THV.device))
+    options = scan_settings(V, compute_capability(v_THV.device), states=outputs.states is not None)
     if runs * H == 0:
         return
     w, out = workspace, outputs
     scan_kernel[(runs * H * (V // options["BV"]),)](
         *(w.nkd, w.qd, w.kr, None if out.states is None else w.kr_rest),
         *(w.inv, w.mqk, w.decay, w.beta, v_THV, initial_PHKV),
-        *(out.o, out.r, out.states, out.final, out.saved),
+        *(out.o, out.r, out.r_rest, out.states, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
         V=V,
@@ -74,7 +75,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     w = workspace
     scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
         *(w.nkd, w.qd, w.kr, None, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
-        *(None, None, None, maps, None),
+        *(None, None, None, None, maps, None),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
         V=V,
@@ -108,10 +109,15 @@ def fold(
         fold_kernel[(programs,)](*arguments, **constants, **options)
 
 
-def scan_settings(V: int, arch: int) -> dict[str, int]:
-    """Block of value channels, whether decay is loaded a tile ahead, and launch options, for an arch such as 90."""
+def scan_settings(V: int, arch: int, *, states: bool = False) -> dict[str, int]:
+    """Block of value channels, whether decay is loaded a tile ahead, and launch options, for an arch such as 90.
+
+    With `states`, which are stored and add up in two parts, larger blocks run out of registers.
+    """
     if arch == 90:
-        block = min(V, 128)
+        block = min(V, 64 if states else 128)
+        if states:
+            return {"BV": block, "AHEAD": 1, "num_warps": 8 if block == 64 else 4, "num_stages": 3}
         return {"BV": block, "AHEAD": 1, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
     return {"BV": min(V, 32), "AHEAD": 0, "num_warps": 4, "num_stages": 2}
 
@@ -150,6 +156,7 @@ def scan_kernel(
     initial_ptr,
     o_ptr,
     r_ptr,
+    r_rest_ptr,
     states_ptr,
     final_ptr,
     saved_ptr,
@@ -226,6 +233,8 @@ def scan_kernel(
             tl.store(states_ptr + at * (V * K) + value[:, None] * K + channel[None, :], left)
         error = tl.dot(tl.trans(v), eye, input_precision=precision)
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
+        if kr_rest_ptr is not None:
+            error = tl.dot((state - left.to(tl.float32)).to(io), tl.trans(nkd), error, input_precision=precision)
         strong = error * beta[None, :]
         write = tl.dot(strong.to(io), tl.trans(inv), input_precision=precision)
         if precision != "ieee":  # in two parts: the rounding of one would be felt
@@ -236,6 +245,8 @@ def scan_kernel(
         if r_ptr is not None:
             writes = ((start - token_low + c[:, None]) * heads + head) * V + value[None, :]
             tl.store(r_ptr + writes, tl.trans(write), mask=live)
+            if r_rest_ptr is not None:
+                tl.store(r_rest_ptr + writes, tl.trans((exact - write.to(tl.float32)).to(io)), mask=live)
         if AHEAD:  # the next tile waits for the state, nothing for the outputs
             state = tl.dot(write, kr, state * decay[None, :], input_precision=precision)
             decay = next_decay
@@ -301,21 +312,24 @@ def fold_kernel(
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
-    options = scan_settings(128, arch)
-    shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV"), "AHEAD": options.pop("AHEAD")}
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
     given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr", "token_ptr"), "*i32:1")
     given |= dict.fromkeys(("decay_ptr", "beta_ptr"), "*fp32") | dict.fromkeys(("tile_low", "token_low", "H"), "i32")
-    given |= dict.fromkeys(("kr_rest_ptr", "initial_ptr", "o_ptr", "r_ptr", "states_ptr", "final_ptr", "saved_ptr"))
-    given |= {"EVEN": True, "MAPS": False} | shape
+    given |= dict.fromkeys(("kr_rest_ptr", "initial_ptr", "o_ptr", "r_ptr", "r_rest_ptr"))
+    given |= dict.fromkeys(("states_ptr", "final_ptr", "saved_ptr"))
+    given |= {"EVEN": True, "MAPS": False, "K": 128, "V": 128, "C": 32}
     state, cut = {"initial_ptr": "*fp32"}, {"EVEN": False}
     outputs = {"o_ptr": "*bf16", "final_ptr": "*fp32"}
     saving = outputs | {"saved_ptr": "*fp32"}
-    backward = {"r_ptr": "*bf16", "states_ptr": "*bf16", "kr_rest_ptr": "*bf16"}
+    backward = dict.fromkeys(("r_ptr", "r_rest_ptr", "states_ptr", "kr_rest_ptr"), "*bf16")
     maps = {"final_ptr": "*fp32", "MAPS": True}
     variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
     variants += [state | backward, backward, maps, maps | cut]
-    cases = [(scan_kernel, given | variant, options) for variant in variants]
+    cases = []
+    for variant in variants:
+        launch = scan_settings(128, arch, states="states_ptr" in variant)
+        shape = {"BV": launch.pop("BV"), "AHEAD": launch.pop("AHEAD")}
+        cases.append((scan_kernel, given | shape | variant, launch))
     folding = dict.fromkeys(("maps_ptr", "entering_ptr", "initial_ptr"), "*fp32") | {"parts_ptr": "*i32:1"}
     folding |= dict.fromkeys(("low", "high", "H"), "i32") | {"K": 128, "V": 128, "BV": 16}
     given_or_not = (folding, folding | {"initial_ptr": None})
