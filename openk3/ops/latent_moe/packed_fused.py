@@ -26,7 +26,7 @@ class Way(NamedTuple):
 def way_for(tokens: int, k: int, experts: int, *, gluon: bool, moved: bool) -> Way:
     """Kernels and rows of a tile for so many tokens: few where experts have few rows, for what a tile lacks is lost.
 
-    `moved` says whether both widths are multiples of 128, which the kernels for many rows need.
+    `moved` says whether both widths are multiples of 128, and larger, as the kernels for many rows need.
     """
     mean = tokens * k / experts
     if not gluon:
@@ -38,7 +38,8 @@ def way_for(tokens: int, k: int, experts: int, *, gluon: bool, moved: bool) -> W
 
 def _way(z_TC: Tensor, k: int, packed: ExpertTiles) -> Way:
     gluon = z_TC.dtype == torch.bfloat16 and prefers_gluon(z_TC.device)
-    moved = packed.gate_up.columns % COLUMNS == 0 and packed.inner % COLUMNS == 0
+    # Triton 3.6 cannot compile their loop for a single round.
+    moved = all(width % COLUMNS == 0 and width > COLUMNS for width in (packed.gate_up.columns, packed.inner))
     return way_for(len(z_TC), k, packed.experts, gluon=gluon, moved=moved)
 
 
