@@ -18,11 +18,13 @@ from openk3.serve.chat import CHAT
 from openk3.serve.completions import COMPLETIONS
 from openk3.serve.doorman import Doorman
 from openk3.serve.errors import ApiError
+from openk3.serve.messages import COUNT, MESSAGES
 from openk3.serve.openapi import describe_bodies
+from openk3.serve.responses import RESPONSES
 from openk3.serve.service import Dialect, Service, new_id
 
 LOG = logging.getLogger(__name__)
-DIALECTS: tuple[Dialect, ...] = (CHAT, COMPLETIONS)
+DIALECTS: tuple[Dialect, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT)
 ANTHROPIC = "/v1/messages"
 
 

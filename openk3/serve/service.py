@@ -63,11 +63,11 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class Dialect:
-    """A route: the body's schema, how a call is prepared from it (in a thread of its own), and how errors look."""
+    """A route: the body's schema, and how a call, or at once the answer, is made from it, in a thread of a pool."""
 
     path: str
     body: type[BaseModel]
-    prepare: Callable[[Service, Any, Caller], Call]
+    prepare: Callable[[Service, Any, Caller], Call | dict[str, Any]]
     title: str
 
 
@@ -117,6 +117,10 @@ class Service:
         try:
             body = read_model(await read_body(http, self.config), dialect.body)
             call = await self.in_pool(lambda: dialect.prepare(self, body, visit.lease.caller))
+            if isinstance(call, dict):
+                visit.status = 200
+                visit.end()
+                return JSONResponse(call, headers=visit.lease.headers())
             visit.call = call
             visit.answers = Answers(self.thread, call.requests, self.config.unread_tokens)
             await self.in_pool(visit.answers.submit)
