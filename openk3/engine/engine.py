@@ -8,18 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from openk3.config.model import ConfigError
 from openk3.config.serve import EngineConfig
 from openk3.engine.hybrid_cache import RequestTooLarge
 from openk3.engine.job import Job
 from openk3.engine.loop import Loop
 from openk3.engine.prompt import read_prompt
 from openk3.engine.request import Completion, Request, SamplingParams
-from openk3.engine.speculation import rows_version
 from openk3.engine.stats import Stats, stats_of
 from openk3.engine.store import Store
 from openk3.engine.stream import Listener, Stream, Update
-from openk3.engine.weights_digest import weights_digest
+from openk3.engine.weights_names import WeightsNames, require_same_kind
 from openk3.model.k3 import K3
 
 LOG = logging.getLogger(__name__)
@@ -31,23 +29,17 @@ class Engine:
     Any thread may submit, cancel and step; one step runs at a time. Callbacks (listeners, constraints, `ready`) run
     inside a step: they may submit and cancel, but not step. An error of a request ends that request only.
 
-    `weights_version` names the weights where cached prefixes outlive the engine (see TierConfig and Store): the same
-    name must always mean the same weights. Without it, a digest of the weights is computed there. `store` takes the
-    place of the tier's folder.
+    `weights_version` must name these weights and no others where prefixes outlive the engine (a tier with a folder or a
+    `store`, which takes its place); without it, a digest of the weights is taken there.
     """
 
     def __init__(
         self, model: K3, config: EngineConfig, weights_version: str | None = None, *, store: Store | None = None
     ) -> None:
-        if store is not None and config.tier is None:
-            raise ConfigError("tier: a store needs memory before it; give a TierConfig")
         self.config = config
-        self._keeps = config.tier is not None and (store is not None or config.tier.folder is not None)
-        if weights_version is None:
-            weights_version = weights_digest(model) if self._keeps else "0"
-        self._loop = Loop(model, config, weights_version, store)
+        self._names = WeightsNames(config, store)
+        self._loop = Loop(model, config, self._names.name(model, weights_version), store)
         self._is_closed = False
-        self._num_loads = 0
         self._lock = threading.Lock()
         self._stepper: int | None = None
         self._streams: dict[Job, Stream] = {}
@@ -127,31 +119,18 @@ class Engine:
         """Log-probability of each token of each prompt but the first, given those before it. Raises what fails."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         answers = self.generate([Request(prompt, params, tenant=tenant) for prompt in prompts])
-        for error in (answer.finish.error for answer in answers):
-            if error is not None:
-                raise error
-        return [[token.logprob for token in answer.prompt_tokens] for answer in answers]
+        return [_scores(answer) for answer in answers]
 
     def load_weights(self, model: K3, version: str | None = None) -> None:
         """Go on with a model whose weights are new; another one of the same kind, or the same one changed in place.
 
         Nothing computed before is found by requests that start from now on; those that run go on with what they have.
         `version` names the weights, as in the constructor. Raises ValueError if the model differs in more than its
-        weights, or if new weights that prefixes are kept for have the old name.
+        weights, or if there is a tier and the name is the one before.
         """
-        old, new = self._loop.runner.model.embed.weight, model.embed.weight
-        if model.config != self._loop.runner.model.config:
-            raise ValueError("load_weights: the new model's configuration differs")
-        if (old.dtype, old.device) != (new.dtype, new.device):
-            raise ValueError(f"load_weights: {new.dtype} on {new.device} cannot follow {old.dtype} on {old.device}")
-        name = weights_digest(model) if version is None and self._keeps else version
+        require_same_kind(self._loop.runner.model, model)
+        name = self._names.next(model, version, self._loop.books.weights_version)
         with self._lock:
-            self._num_loads += 1
-            name = rows_version(f"load {self._num_loads}" if name is None else name, self.config.speculation)
-            if version is not None and self.config.tier and name == self._loop.books.weights_version:
-                raise ValueError(
-                    f"load_weights: version {version!r} names the weights before; give new ones a new name"
-                )
             self._loop.runner.model = model
             self._loop.books.new_weights(name)
             for job in self._loop.scheduler.running:
@@ -192,11 +171,22 @@ class Engine:
             stream = self._streams[job] if news.finish is None else self._streams.pop(job)
             updates.append(Update(stream, tuple(news.tokens), tuple(news.prompt_tokens), news.finish))
             stream.take(updates[-1])
-        for update in updates:
-            if update.stream.listener is not None:
-                try:
-                    update.stream.listener(update)
-                except Exception:  # foreign code
-                    LOG.exception("a listener failed; its request is cancelled")
-                    self._cancelled.append(update.stream)
+        self._cancelled.extend(update.stream for update in updates if not _tell(update))
         return updates
+
+
+def _tell(update: Update) -> bool:
+    """Whether the listener, if there is one, has taken it."""
+    if update.stream.listener is not None:
+        try:
+            update.stream.listener(update)
+        except Exception:  # foreign code
+            LOG.exception("a listener failed; its request is cancelled")
+            return False
+    return True
+
+
+def _scores(answer: Completion) -> list[float]:
+    if answer.finish.error is not None:
+        raise answer.finish.error
+    return [token.logprob for token in answer.prompt_tokens]

@@ -67,9 +67,7 @@ class HybridCache:
             raise NoRoom(f"{len(self.requests)} requests hold pages, no more are allowed")
         most = total - 1 if most_hit is None else min(most_hit, total - 1)
         hit, states, pages = _acquire(self, chain, most, staged)
-        plan = start_plan(hit, states, pages, self.config.pages.page_tokens)
-        if self.prefixes.outside is not None:
-            self.prefixes.outside.pin(plan.entries)
+        plan = _planned(self, hit, states, pages)
         self.asked_tokens += total
         self.hit_tokens += hit.num_tokens
         ends |= {total, total - 1, hit.shared_tokens}  # total - 1: as far as the same prompt may use it again
@@ -123,11 +121,7 @@ class HybridCache:
         if plan.key is not None and request.epoch == self.epoch:
             self._publish(request, request.num_computed - 1)  # again: a twin that held these latents may be gone
             self.checkpoints.enter(request, plan)
-        if plan.page_loads or plan.tail_load:
-            for load in plan.page_loads:
-                self.pool.seal(load.target)
-            if request.epoch == self.epoch:
-                self._publish(request, 0)
+        _land_loads(self, request, plan)
         _give_back(self, plan)
 
     def computed(self, request: RequestCache, num_computed: int) -> CopyPlan | None:
@@ -219,6 +213,22 @@ def _acquire(
     if hit.num_tokens and hit.tail is None:
         cache.prefixes.keep(chain.keys[hit.num_tokens // chain.hash_tokens - 1])
     return hit, fresh[:groups], laid_out(hit, fresh[groups:], cache.config.pages.page_tokens)
+
+
+def _planned(cache: HybridCache, hit: Hit, states: list[int], pages: list[int]) -> CopyPlan:
+    """The plan of a start, which counts on its entries outside as its hit counts on pages."""
+    plan = start_plan(hit, states, pages, cache.config.pages.page_tokens)
+    if cache.prefixes.outside is not None:
+        cache.prefixes.outside.pin(plan.entries)
+    return plan
+
+
+def _land_loads(cache: HybridCache, request: RequestCache, plan: CopyPlan) -> None:
+    """What was brought from outside is like what was computed: sealed where whole, and found by others."""
+    for load in plan.page_loads:
+        cache.pool.seal(load.target)
+    if plan.entries and request.epoch == cache.epoch:
+        cache._publish(request, 0)
 
 
 def _give_back(cache: HybridCache, plan: CopyPlan) -> None:

@@ -87,7 +87,7 @@ class Loop:
         for job in list(self._jobs):
             self.end(job, "cancelled")
         if self.tier is not None:
-            if write and self.tier.store is not None:
+            if write and self.tier.io.store is not None:
                 self.tier.wait = True
                 self.books.prefixes.write_back()
             self.tier.close(write=write)

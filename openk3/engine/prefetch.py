@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from openk3.engine.boundary import PAGE, TAIL, Boundary, Inside, find_boundary, inside, pages_for_swapped
 from openk3.engine.entry_format import HEADER_BYTES
+from openk3.engine.entry_io import Wanted
 from openk3.engine.host_memory import Entry
 from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job
-from openk3.engine.outer_tier import OuterTier, Wanted
+from openk3.engine.outer_tier import OuterTier
 from openk3.engine.outside import Staged
 from openk3.engine.prefix_keys import HashChain
 from openk3.engine.scheduler import name_again
@@ -54,7 +55,7 @@ class TierFetch:
         self._tier = tier
         self._asked = time.monotonic()
         self._deadline = self._asked + tier.config.wait_seconds
-        self._generation = tier.generation
+        self._generation = tier.io.generation
         self._bad: set[bytes] = set()
         self._tries = 0
         self._parts: _Parts | None = None
@@ -70,7 +71,7 @@ class TierFetch:
     @property
     def staged(self) -> Staged | None:
         """None too if prefixes were forgotten meanwhile: these may be among them."""
-        return self._staged if self._generation == self._tier.generation else None
+        return self._staged if self._generation == self._tier.io.generation else None
 
     def poll(self) -> bool:
         """Go on as far as possible without waiting; true once there is nothing left to wait for."""
@@ -81,7 +82,7 @@ class TierFetch:
                 search, self._search = self._search, None
                 self._begin(search.result())
             elif time.monotonic() > self._asked + ASK_SECONDS:
-                self._tier.was_silent()
+                self._tier.io.was_silent()
                 self._end()
         if self._parts is not None and not self.is_over:
             self._collect(self._parts)
@@ -113,8 +114,8 @@ class TierFetch:
         """Look for the longest boundary: at once in memory, in another thread where a store has to be asked."""
         self._tries += 1
         self._asked = time.monotonic()
-        if self._tier.is_asked():
-            self._search = self._tier.askers.submit(self._find)
+        if self._tier.io.is_asked():
+            self._search = self._tier.io.askers.submit(self._find)
         else:
             self._begin(self._find())
 
@@ -132,7 +133,7 @@ class TierFetch:
 
     def _has(self, kind: str, keys: Sequence[bytes]) -> list[bool]:
         names = [self._tier.format.name(kind, key) for key in keys]
-        return [found and name not in self._bad for found, name in zip(self._tier.has(names), names)]
+        return [found and name not in self._bad for found, name in zip(self._tier.io.has(names), names)]
 
     def _begin(self, boundary: Boundary | None) -> None:
         """Pin what is in memory and send for the rest, if the whole is worth it."""
@@ -151,7 +152,7 @@ class TierFetch:
             self._end()
             return
         for place, one in missing.items():
-            parts.coming[place] = self._tier.read(one)
+            parts.coming[place] = self._tier.io.read(one, self._tier.transfer.buffer)
 
     def _wanted(self, boundary: Boundary) -> dict[int | None, Wanted]:
         """What has to be brought, the end first: of the store's files, the first page is then the one used last."""

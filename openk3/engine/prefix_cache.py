@@ -152,27 +152,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Assert every invariant of the index, and that the pool agrees on what is cached."""
-        holders: dict[bytes, set[int]] = {}
-        for page, keys in self._keys_of.items():
-            assert self._pool.kind(page) is PageKind.LATENTS, f"page {page}: latents expected"
-            assert 1 <= len(keys) <= self.shape.blocks_per_page, f"page {page}: {len(keys)} hash blocks"
-            for key in keys:
-                holders.setdefault(key, set()).add(page)
-        assert holders == {key: set(pages) for key, pages in self._holders.items()}, "the two sides of the index differ"
-        states = {page: key for key, point in self._checkpoints.items() for page in point.pages}
-        assert states == self._key_of, "checkpoints and their pages differ"
-        assert len(states) == len(self._checkpoints) * self.shape.kda_groups, "a checkpoint lacks a group"
-        for page, key in states.items():
-            assert self._pool.kind(page) is PageKind.STATE, f"page {page}: a state expected"
-            assert self._pool.is_sealed(page), f"page {page}: a checkpoint that can be written"
-            assert key in self._holders, f"page {page}: a checkpoint without latents"
-        self._check_cached()
-
-    def _check_cached(self) -> None:
-        known = self._keys_of.keys() | self._key_of.keys()
-        for page in known:
-            assert self._pool.is_cached(page), f"page {page}: indexed, but not cached"
-        assert self._pool.num_idle == sum(self._pool.refs(page) == 0 for page in known), "an idle page is not indexed"
+        _check_index(self)
 
     def _has_state(self, key: bytes) -> bool:
         return self.shape.kda_groups == 0 or key in self._checkpoints
@@ -230,3 +210,25 @@ def _write_checkpoint(cache: PrefixCache, key: bytes, page: int, blocks: int) ->
     assert cache.outside is not None
     rows = blocks * cache.shape.hash_tokens % cache.shape.page_tokens
     cache.outside.checkpoint_evicted(key, cache._checkpoints[key].pages, page, rows)
+
+
+def _check_index(cache: PrefixCache) -> None:
+    pool, per_page = cache._pool, cache.shape.blocks_per_page
+    holders: dict[bytes, set[int]] = {}
+    for page, keys in cache._keys_of.items():
+        assert pool.kind(page) is PageKind.LATENTS, f"page {page}: latents expected"
+        assert 1 <= len(keys) <= per_page, f"page {page}: {len(keys)} hash blocks"
+        for key in keys:
+            holders.setdefault(key, set()).add(page)
+    assert holders == {key: set(pages) for key, pages in cache._holders.items()}, "the two sides of the index differ"
+    states = {page: key for key, point in cache._checkpoints.items() for page in point.pages}
+    assert states == cache._key_of, "checkpoints and their pages differ"
+    assert len(states) == len(cache._checkpoints) * cache.shape.kda_groups, "a checkpoint lacks a group"
+    for page, key in states.items():
+        assert pool.kind(page) is PageKind.STATE, f"page {page}: a state expected"
+        assert pool.is_sealed(page), f"page {page}: a checkpoint that can be written"
+        assert key in cache._holders, f"page {page}: a checkpoint without latents"
+    known = cache._keys_of.keys() | cache._key_of.keys()
+    for page in known:
+        assert pool.is_cached(page), f"page {page}: indexed, but not cached"
+    assert pool.num_idle == sum(pool.refs(page) == 0 for page in known), "an idle page is not indexed"

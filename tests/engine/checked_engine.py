@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openk3 import Packed
 from openk3.config.outer_tier import TierConfig
-from openk3.config.serve import CacheConfig, EngineConfig
+from openk3.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from openk3.engine.engine import Engine
 from openk3.engine.job import Job
 from openk3.engine.request import Completion, Request, SamplingParams, Token
@@ -63,7 +63,7 @@ class CheckedEngine(Engine):
         if tier is None or self._is_closed:
             return 0
         for _ in range(2):  # what the one asks of the other
-            for worker in (tier.askers, tier.readers, tier._writer):
+            for worker in (tier.io.askers, tier.io.readers, tier.io.writer):
                 wait([worker.submit(int) for _ in range(4)])
         tier.check()
         return tier.memory.pinned_bytes
@@ -90,11 +90,13 @@ def engine(
     model: K3 | None = None,
     tier: TierConfig | None = None,
     store: Store | None = None,
+    speculation: SpeculationConfig | None = None,
     **options: Any,
 ) -> CheckedEngine:
     """Pages of eight tokens, checkpoints every page, unless options say otherwise."""
     cache: CacheConfig = cache_config(num_pages, **{"checkpoint_pages": 1, **options})
-    return CheckedEngine(EngineConfig(cache, step_tokens, patience, tier=tier), model, store=store)
+    config = EngineConfig(cache, step_tokens, patience, tier=tier, speculation=speculation)
+    return CheckedEngine(config, model, store=store)
 
 
 def plain_logits(job: Job, model: K3 | None = None) -> Tensor:
