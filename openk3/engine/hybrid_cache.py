@@ -56,10 +56,9 @@ class HybridCache:
         At least one token is left to compute; `most_hit` leaves more (0: all, for log-probabilities of the prompt).
         `turn_ends` are token counts at which turns of the conversation end: the last hash boundary before each keeps
         its checkpoint. So does the place where cached latents end without a state, since two requests came by there.
-        What is `staged` outside the pages is used if it reaches further; the plan pins its entries for itself.
-        A request that was preempted starts again with the chain of all its tokens. Raises ValueError for an empty
-        request, a turn end outside it or the chain of other weights, RequestTooLarge, and NoRoom when something must
-        be released first.
+        What is `staged` outside is used if it reaches further. A request that was preempted starts again with the chain
+        of all its tokens. Raises ValueError for an empty request, a turn end outside it or the chain of other weights,
+        RequestTooLarge, and NoRoom when something must be released first.
         """
         total, size, ends = chain.num_tokens, chain.hash_tokens, set(turn_ends)
         _refuse(self, chain, ends)
@@ -67,7 +66,6 @@ class HybridCache:
             raise NoRoom(f"{len(self.requests)} requests hold pages, no more are allowed")
         most = total - 1 if most_hit is None else min(most_hit, total - 1)
         hit, states, pages = _acquire(self, chain, most, staged)
-        plan = _planned(self, hit, states, pages)
         self.asked_tokens += total
         self.hit_tokens += hit.num_tokens
         ends |= {total, total - 1, hit.shared_tokens}  # total - 1: as far as the same prompt may use it again
@@ -80,7 +78,7 @@ class HybridCache:
             pages=pages,
             states=states,
             num_computed=hit.num_tokens,
-            plan=plan,
+            plan=_planned(self, hit, states, pages),
         )
         self.requests[request] = None
         return request
