@@ -128,7 +128,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     gradient = dict.fromkeys(("log_norm", "entropy", "d_logprob", "d_entropy"), "*fp32")
     gradient |= {"STATISTICS": False, "GRADIENT": True}
     odd = {"logits": "*fp32", "V": "i32", "WHOLE": False}
-    kinds = (loss, loss | {"GRADIENT": False}, measure, gradient, gradient | {"entropy": None, "d_entropy": None})
+    kinds = (loss, loss | {"GRADIENT": False}, measure, gradient, gradient | {"d_entropy": None})
     cases = []
     for kind in (*kinds, loss | odd, gradient | odd):
         lanes, vector, warps = settings(163_840, 4 if "logits" in kind else 2, bool(kind["GRADIENT"]))

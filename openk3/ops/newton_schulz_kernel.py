@@ -304,7 +304,7 @@ def gram_tilings(BM: int, arch: int) -> tuple[Tiling, Tiling, Tiling]:
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile for blocks of 128 and 512 x 1024, wide and tall, and for sizes that fit no tile."""
+    """What the launchers compile for blocks of 128 to 512 x 1024, wide and tall, and for sizes that fit no tile."""
     return [*_gram_cases(arch), *_product_cases(arch)]
 
 
@@ -330,21 +330,22 @@ def _product_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]
         for tall, polynomial in ((False, False), (True, False), (False, True)):
             tiling = square_tiling(M, arch, polynomial=polynomial)
             shape = {"BM": tiling.rows, "BK": tiling.inner, "WHOLE": whole, "M": "i32:16", "N": "i32:16"}
-            flags = {"TALL": tall, "POLYNOMIAL": polynomial, "FIRST": True}
-            cases.append((symmetric_kernel, matrices | shape | flags, tiling.options))
+            for first in (True, False):
+                flags = {"TALL": tall, "POLYNOMIAL": polynomial, "FIRST": first}
+                cases.append((symmetric_kernel, matrices | shape | flags, tiling.options))
     scalars = dict.fromkeys(("blocks", "shares"), "i32") | dict.fromkeys(("a", "keep", "rate"), "fp32")
     common = scalars | {"x": "*bf16", "polynomial": "*bf16", "M": "i32:16", "N": "i32:16", "lead": "i32:16"}
     writing = {"out": "*bf16", "table": None, "peaks": None, "NARROW": False, "ALIGNED": True}
     updating = {"out": None, "table": "*i64", "peaks": "*i32", "NARROW": True, "ALIGNED": True}
-    for M, whole in ((512, True), (200, False), (128, True)):
-        for tall in (False, True):
-            R, C = (1024, M) if tall else (M, 1024)
-            for target in (updating, writing):
-                tiling = product_tiling(R, C, arch, updates=target is updating)
-                if M <= LARGEST_GRAM:
-                    tiling = gram_tilings(gram_rows(M), arch)[2]
-                shape = {"BR": tiling.rows, "BC": tiling.columns, "BK": tiling.inner, "TALL": tall, "WHOLE": whole}
-                kind: dict[str, Any] = {"HALVES": M <= LARGEST_GRAM, "FIRST": M > LARGEST_GRAM and target is writing}
-                kind["traces"] = "*fp32" if kind["FIRST"] else None
-                cases.append((apply_kernel, common | shape | kind | target, tiling.options))
+    sizes = [(R, C) for M in (512, 200, 128) for R, C in ((M, 1024), (1024, M))]
+    for R, C in (*sizes, (1024, 384)):
+        gram = min(R, C) <= LARGEST_GRAM
+        for target, first in ((updating, False), (writing, False), (writing, True))[: 2 if gram else 3]:
+            tiling = product_tiling(R, C, arch, updates=target is updating)
+            if gram:
+                tiling = gram_tilings(gram_rows(min(R, C)), arch)[2]
+            shape = {"BR": tiling.rows, "BC": tiling.columns, "BK": tiling.inner}
+            kind: dict[str, Any] = {"TALL": R > C, "WHOLE": min(R, C) != 200, "HALVES": gram, "FIRST": first}
+            kind["traces"] = "*fp32" if first else None
+            cases.append((apply_kernel, common | shape | kind | target, tiling.options))
     return cases

@@ -143,6 +143,47 @@ def run_mla() -> None:
         latent_attention(q_latent, q_shared, where, bounds, scale=0.07, new_tokens=1)
 
 
+def run_head() -> None:
+    """The loss of a large vocabulary, alone and with gradients; log-probabilities and entropies."""
+    from openk3.ops.cross_entropy import linear_cross_entropy, token_logprobs
+
+    h, weight = (torch.randn(n, 512, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (700, 163_840))
+    labels = torch.arange(700, device="cuda")
+    torch.autograd.grad(linear_cross_entropy(h, weight, labels, chunk=384)[0], (h, weight))
+    logprob, entropy = token_logprobs(h, weight, labels, chunk=384)
+    torch.autograd.grad(logprob.sum() + entropy.sum(), (h, weight))
+    torch.autograd.grad(token_logprobs(h, weight, labels, chunk=384)[0].sum(), (h, weight))
+    with torch.no_grad():
+        linear_cross_entropy(h, weight, labels, chunk=384)
+        token_logprobs(h, weight, labels, chunk=384)
+
+
+def run_muon() -> None:
+    """Two steps of every kind of weight of a layer, and Newton-Schulz by itself."""
+    from test_optimizer_gpu import WEIGHTS, train
+
+    from openk3.ops.newton_schulz import newton_schulz
+
+    train(2, names=[name for name in WEIGHTS if "odd" not in name and name != "tall heads"])
+    for shape in ((8, 128, 7168), (4, 7168, 128), (2, 512, 1024), (2, 1024, 512)):
+        newton_schulz(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+
+
+def run_norms() -> None:
+    """Norms of K3's width and of latents beside a shared key, of gated heads; the output gate of attention."""
+    from openk3.ops.norm import gated_rms_norm, rms_norm
+    from openk3.ops.sigmoid_gate import sigmoid_gate
+
+    wide, latents = (torch.randn(300, n, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (7168, 576))
+    for x in (wide, latents[:, :512]):
+        weight = torch.randn(x.shape[1], device="cuda", dtype=torch.bfloat16).requires_grad_()
+        torch.autograd.grad(rms_norm(x, weight, 1e-5).sum(), (x, weight))
+    o, gate = (torch.randn(300, 96, 128, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    weight = torch.randn(128, device="cuda").requires_grad_()
+    torch.autograd.grad(gated_rms_norm(o, gate, weight, 1e-5).sum(), (o, gate, weight))
+    torch.autograd.grad(sigmoid_gate(o.float(), gate, torch.bfloat16).sum(), (o, gate))
+
+
 def key(kernel: Any, source: Any, options: dict[str, int]) -> str:
     """What makes a variant: types and constants of its arguments, and how it is launched."""
     constants = sorted((path, str(value)) for path, value in source.constants.items())
@@ -182,6 +223,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "latent_moe": run_latent_moe,
     "depth": run_depth,
     "mla": run_mla,
+    "head": run_head,
+    "muon": run_muon,
+    "norms": run_norms,
 }
 
 

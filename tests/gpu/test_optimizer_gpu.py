@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,11 +29,14 @@ WEIGHTS = {
 }
 
 
-def train(steps: int, dtype: torch.dtype = torch.bfloat16, shift: int = 0) -> Optimizer:
-    """Some steps; `shift` values lie before every parameter, so that its address is odd."""
+def train(
+    steps: int, dtype: torch.dtype = torch.bfloat16, shift: int = 0, names: Sequence[str] = tuple(WEIGHTS)
+) -> Optimizer:
+    """Some steps of WEIGHTS; `shift` values lie before every parameter, so that its address is odd."""
     generator = torch.Generator("cuda").manual_seed(0)
     optimizer = Optimizer(CONFIG)
-    for name, (shape, blocks, decays) in WEIGHTS.items():
+    for name in names:
+        shape, blocks, decays = WEIGHTS[name]
         value = torch.randn(shape, generator=generator, device="cuda")
         memory = torch.empty(value.numel() + shift, dtype=dtype, device="cuda")
         parameter = nn.Parameter(memory[shift:].view(shape).copy_(value))
