@@ -71,12 +71,15 @@ class ImageSources:
             handle = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             raise denied from None
-        with open(handle, "rb") as file:
-            opened = Path(os.path.realpath(f"/proc/self/fd/{file.fileno()}"))
+        try:
+            opened = Path(os.path.realpath(f"/proc/self/fd/{handle}"))
             inside = any(opened.is_relative_to(folder) for folder in folders)
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not inside:
+            if not stat.S_ISREG(os.fstat(handle).st_mode) or not inside:
                 raise denied
-            return file.read(self.config.max_image_bytes + 1)
+            with open(handle, "rb", closefd=False) as file:
+                return file.read(self.config.max_image_bytes + 1)
+        finally:
+            os.close(handle)
 
 
 def _data_url(url: str, param: str) -> bytes:
