@@ -92,29 +92,43 @@ def fla_kda(*tokens: Any, state_NHKV: Tensor | None, cu_seqlens: Tensor) -> tupl
 def test_no_less_exact_than_fla(peer: str, gpu: torch.device, measured: Measured) -> None:
     """Where fla-core is installed, no tensor's error is larger than its on the same values, whatever gates and keys.
 
-    Gradients of the gate's parameters are few numbers: what counts is the mean over all kinds of values. Gradients that
-    are nothing but rounding (a gate at its bound has no slope) do not count.
+    Gradients that are nothing but rounding (a gate at its bound has no slope) do not count. Nor do differences below
+    1e-3 in the gradients of A_log and dt_bias of two heads: of so few numbers one cannot tell exactness from chance.
     """
-    mean = {(who, name): 0.0 for who in IMPLEMENTATIONS for name in SUMS}
     worse = []
-    for gates in ("mixed", "bound", "open", "low"):
-        for keys in ("random", "near"):
-            case = Case((1500, 0, 500, 33), H=96, gates=gates, keys=keys, seed=3)
-            values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
-            want = exact(case, values, grads)
-            found = {who: errors(everything(op, values, case, grads), want) for who, op in IMPLEMENTATIONS.items()}
-            measured += [(who, str(case), of) for who, of in found.items()]
-            for who, name in mean:
-                mean[who, name] += found[who][name]
-            worse += [
-                (str(case), name, error, found[peer][name])
-                for name, error in found["ours"].items()
-                if name not in SUMS and error > max(found[peer][name], 1e-5)
-            ]
+    for case in FLA_CASES:
+        values, grads = kernel_inputs(case, gpu), cotangents(case, gpu)
+        want = exact(case, values, grads)
+        found = {who: errors(everything(op, values, case, grads), want) for who, op in IMPLEMENTATIONS.items()}
+        measured += [(who, str(case), of) for who, of in found.items()]
+        for name, error in found["ours"].items():
+            least = 1e-3 if name in SUMS and case.H <= 2 else 1e-5
+            if error > max(found[peer][name], least):
+                worse.append((str(case), name, error, found[peer][name]))
     assert worse == []
-    assert all(mean["ours", name] <= mean[peer, name] for name in SUMS), mean
 
 
+def few_heads(count: int) -> list[Case]:
+    """Random lengths and kinds of values for 12 and for 2 heads, by turns."""
+    draw = random.Random(23)
+    cases = []
+    for seed in range(count):
+        T = round(math.exp(draw.uniform(math.log(100), math.log(4097))))
+        cuts = sorted(draw.choices(range(T + 1), k=draw.choice((0, 1, 3))))
+        lengths = tuple(b - a for a, b in zip((0, *cuts), (*cuts, T)))
+        kind = {"gates": draw.choice(("mixed", "open", "low")), "keys": draw.choice(("random", "near"))}
+        cases += [Case(lengths, H=H, seed=100 + seed, **kind) for H in (12, 2)]
+    return cases
+
+
+FLA_CASES = [
+    *(
+        Case((1500, 0, 500, 33), H=96, gates=gates, keys=keys, seed=3)
+        for gates in ("mixed", "bound", "open", "low")
+        for keys in ("random", "near")
+    ),
+    *few_heads(6),
+]
 IMPLEMENTATIONS = {"ours": fused_kda, "fla": fla_kda}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kda_checks import kda_inputs, run
@@ -139,6 +141,25 @@ def test_states_for_gradients_add_up_in_two_parts() -> None:
         assert got.states is not None
         errors.append(off(got.states[1:], want[1:]))
     assert errors[1] < 2.5e-3 < 1.2 * errors[0]
+
+
+def test_writes_for_gradients_add_up_in_two_parts() -> None:
+    """What is left of rounding lies beside what tokens write; and what they read is the state in two parts."""
+    inputs = kda_inputs([160], H=2, K=16, V=32)
+    inputs["decay_logit"] = inputs["decay_logit"] - 14
+    inputs["v"] = inputs["v"].bfloat16().double()
+    cut = Cut.of([160], 32)
+    space = exact_prepare(tile_rows(inputs, cut))
+    space = replace(space, **{name: getattr(space, name).bfloat16().double() for name in ("nkd", "inv")})
+    _, want, states, _ = forward_scan(space, inputs["v"], inputs["state"], cut)
+    rest = (space.kr - space.kr.bfloat16()).bfloat16().contiguous()
+    narrow = {name: getattr(space, name).bfloat16().contiguous() for name in ("nkd", "qd", "kr", "inv", "mqk")}
+    narrow |= {name: getattr(space, name).float().contiguous() for name in ("decay", "beta")}
+    v, span = inputs["v"].bfloat16(), table([160]).sequences()
+    got = ScanOutputs(r=torch.empty_like(v), r_rest=torch.empty_like(v), states=states.bfloat16())
+    scan(Workspace(**narrow, kr_rest=rest), v, span, inputs["state"].float(), got)
+    assert got.r is not None and got.r_rest is not None
+    assert off(got.r, want) > 1e-3 and off(got.r.double() + got.r_rest.double(), want) < 2e-5
 
 
 def test_maps_and_fold() -> None:

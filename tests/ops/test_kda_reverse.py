@@ -69,6 +69,21 @@ def test_equals_formulas(chunk: int, dtype: torch.dtype, tolerance: float) -> No
     assert torch.equal(found[2][1], d_final[1].float())
 
 
+def test_gradients_of_states_add_up_in_two_parts() -> None:
+    """What is left of rounding lies beside them; and what they gather on the way is the values' gradients unrounded."""
+    inputs = kda_inputs([160], H=2, K=16, V=32)
+    inputs["decay_logit"] = inputs["decay_logit"] - 14
+    space = prepare(tile_rows(inputs, Cut.of([160], 32)))
+    space = Workspace(*(x if n in ("decay", "beta", "kr") else x.bfloat16().double() for n, x in vars(space).items()))
+    generator = torch.Generator().manual_seed(1)
+    d_o = torch.randn(inputs["v"].shape, generator=generator).bfloat16().double()
+    d_final = torch.randn(inputs["state"].shape, generator=generator, dtype=torch.float64)
+    _, d_states, d_state = reverse_scan(space, d_o, d_final, Cut.of([160], 32))
+    found = scanned(narrowed(space, torch.bfloat16), inputs["v"], d_o, d_final, [160])
+    assert (found[1] - d_states).norm() < 2e-5 * d_states.norm()
+    assert (found[2] - d_state).norm() < 2e-5 * d_state.norm()
+
+
 def test_small_differences_of_large_gradients() -> None:
     """Keys that are nearly one: gradients of values are what is left of what the states' gradients send to each."""
     inputs = kda_inputs([32], H=2, K=16, V=32)
