@@ -76,6 +76,8 @@ def test_slabs(pairs: list[tuple[int, int]], heads: int, room: int, programs: in
     parts = [(h, x) for slab in slabs for h in slab.heads for x in slab.tiles]
     assert sorted(parts) == [(h, x) for h in range(heads) for x in range(tiles.num_key_tiles)]
     longest = max((b - a for a, b in zip(tiles.strips, tiles.strips[1:])), default=0)
+    counts = {len(slab.heads) for slab in slabs}
+    assert max(counts) <= min(counts) + 1
     for slab in slabs:
         count, each, low, head = Portion(tiles, slab, tiles.keys).place
         assert (count, head) == (len(slab.tiles), slab.heads.start)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
+from openk3.ops.launch import start
 from openk3.ops.mla import attention_gradient_kernel, attention_hopper, attention_kernel
 from openk3.ops.mla.attention_gradient_kernel import (
     delta_kernel,
@@ -22,7 +23,7 @@ from openk3.ops.mla.attention_kernel import attention_kernel as forward_kernel
 from openk3.ops.mla.attention_views import LOG2E, Job, Views
 from openk3.ops.mla.tiles import Portion, gradient_tiles, query_tiles
 
-ROOM = 2**30  # bytes of score gradients that exist at once, unless fewer programs than multiprocessors fit in
+ROOM = 2**31  # bytes of score gradients that exist at once, unless fewer programs than multiprocessors fit in
 
 
 def attend(job: Job, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def forward(views: Views, job: Job) -> tuple[Tensor, Tensor, Tensor]:
         found = attention_kernel.settings(views.q.element_size(), _arch(device))
         tiles = query_tiles(job.bands, found.rows, device)
         peaks = torch.empty(H, len(tiles), dtype=torch.float32, device=device)
-        forward_kernel[(len(tiles) * H,)](
+        start(forward_kernel, len(tiles) * H)(
             *(views.q, views.k_a, views.k_b, views.v, o_THV, log_HT, peaks, tiles),
             *(job.scale * LOG2E, log_HT.stride(0), len(tiles)),
             **_constants(views),
@@ -93,7 +94,7 @@ def _deltas(o_THV: Tensor, d_o_THV: Tensor, job: Job, dtype: torch.dtype) -> tup
     delta_HT = torch.empty(H, job.bands.lines()[-1], dtype=torch.float32, device=device)
     tiles = query_tiles(job.bands, 32, device)
     if T * H:
-        delta_kernel[(len(tiles) * H,)](
+        start(delta_kernel, len(tiles) * H)(
             *(o_THV, d_o_THV, narrow_THV, delta_HT, tiles, delta_HT.stride(0), H),
             STRIDES=d_o_THV.stride()[:2],
             V=V,
@@ -147,7 +148,7 @@ class _Backward:
         grid = (len(portion.slab.tiles) * len(portion.slab.heads),)
         constants = _constants(views) | {"D_STRIDES": out.strides()[2:], "SIZE": tiles.size}
         inputs = (views.q, views.k_a, views.k_b, views.v, d_o_THV, log_HT, delta_HT)
-        score_gradient_kernel[grid](
+        start(score_gradient_kernel, *grid)(
             *(*inputs, out.v, portion.d_scores, tiles.keys, order),
             *(scale * LOG2E, log_HT.stride(0), views.q.shape[1], *place),
             **constants,
@@ -155,7 +156,7 @@ class _Backward:
             **found["scores"].options(),
         )
         del constants["V"], constants["PV"]
-        key_gradient_kernel[grid](
+        start(key_gradient_kernel, *grid)(
             *(views.q, portion.d_scores, out.k_a, out.k_b, tiles.keys, order, scale, *place),
             **constants,
             **found["keys"].options(),
@@ -167,7 +168,7 @@ class _Backward:
         _, each, low, head = portion.place
         constants = _constants(views)
         del constants["V"], constants["PV"]
-        query_gradient_kernel[(count * len(slab.heads),)](
+        start(query_gradient_kernel, count * len(slab.heads))(
             *(views.k_a, views.k_b, portion.d_scores, self.out.q, sums, tiles.queries, self.job.scale),
             *(views.q.shape[1], count, each, low, slab.tiles.start, slab.tiles.stop, head),
             **constants,

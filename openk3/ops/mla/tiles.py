@@ -84,14 +84,15 @@ class GradientTiles:
     def slabs(self, heads: int, room: int, programs: int) -> list[Slab]:
         """Cut heads and key tiles so that about `room` score tiles exist at once, or enough for so many programs.
 
-        Whole heads together if they fit; else one head at a time, cut between key tiles.
+        Whole heads together if they fit, alike many in each slab; else one head at a time, cut between key tiles.
         """
         each = self.strips[-1]
         longest = max((b - a for a, b in zip(self.strips, self.strips[1:])), default=0)
         room = max(room, min(each, programs * longest))
         if each <= room:
-            step = max(1, room // max(1, each))
-            return [Slab(range(h, min(h + step, heads)), range(self.num_key_tiles)) for h in range(0, heads, step)]
+            count = -(-heads // max(1, room // max(1, each)))
+            edges = [heads * n // max(1, count) for n in range(count + 1)]
+            return [Slab(range(low, high), range(self.num_key_tiles)) for low, high in zip(edges, edges[1:])]
         cuts = [0]
         while cuts[-1] < self.num_key_tiles:
             cuts.append(max(cuts[-1] + 1, bisect_right(self.strips, self.strips[cuts[-1]] + room) - 1))
