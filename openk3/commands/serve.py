@@ -9,20 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-import torch
-
-from openk3.commands.chat import load_media
 from openk3.commands.errors import UserError
-from openk3.commands.flags import Serve
-from openk3.commands.generate import load_tokenizer
-from openk3.commands.memory import GIB, require_memory
-from openk3.commands.runs import find_model
-from openk3.config.http import MIB, ServerConfig
-from openk3.config.model import ModelConfig
-from openk3.config.serve import CacheConfig, EngineConfig
-from openk3.engine.engine import Engine
-from openk3.model.k3 import K3
-from openk3.runtime.device import pick_device, pick_dtype
 
 try:
     import fastapi  # noqa: F401
@@ -31,12 +18,27 @@ try:
 except ImportError as error:  # an extra of the package
     raise UserError(f"openk3 serve needs the package {error.name}; pip install 'openk3[serve]'") from None
 
+import torch
+
+from openk3.commands.chat import load_media
+from openk3.commands.flags import Serve
+from openk3.commands.generate import load_tokenizer
+from openk3.commands.memory import GIB, require_memory
+from openk3.commands.runs import find_model
+from openk3.config.http import MIB, ServerConfig
+from openk3.config.model import ModelConfig
+from openk3.config.outer_tier import TierConfig
+from openk3.config.serve import CacheConfig, EngineConfig, SpeculationConfig
+from openk3.engine.engine import Engine
+from openk3.model.k3 import K3
+from openk3.runtime.device import pick_device, pick_dtype
 from openk3.serve.app import make_app
 from openk3.serve.engine_thread import EngineThread
 from openk3.serve.keys import VARIABLE, Keys, read_keys
 from openk3.serve.server import DrainingServer
 from openk3.serve.service import Service
 
+SECRET = "OPENK3_CACHE_SECRET"
 CPU_CACHE = GIB
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there
 
@@ -120,7 +122,8 @@ def load(flags: Serve, directory: Path, config: ServerConfig, keys: Keys) -> Ser
         max_requests=flags.max_requests,
         max_tokens=context,
     )
-    engine = EngineConfig(cache, step_tokens=flags.step_tokens)
+    speculation = None if flags.draft == "off" else SpeculationConfig(flags.draft)
+    engine = EngineConfig(cache, step_tokens=flags.step_tokens, speculation=speculation, tier=outer_tier(flags))
     return Service(config, EngineThread(lambda: Engine(model, engine)), tokenizer, shape, media, keys)
 
 
@@ -131,6 +134,20 @@ def cache_bytes(flags: Serve, device: torch.device) -> int:
     if flags.cache_gib:
         return int(flags.cache_gib * GIB)
     return int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else CPU_CACHE
+
+
+def outer_tier(flags: Serve) -> TierConfig | None:
+    """Memory behind the pages, if it is asked for. Raises ConfigError, and UserError for a folder without memory."""
+    if not flags.outer_gib:
+        if flags.outer_folder is not None:
+            raise UserError("--outer-folder: needs memory before it; give --outer-gib too")
+        return None
+    return TierConfig(
+        int(flags.outer_gib * GIB),
+        None if flags.outer_folder is None else str(flags.outer_folder),
+        int(flags.outer_disk_gib * GIB),
+        secret=os.environ.get(SECRET, "").encode(),
+    )
 
 
 def greeting(service: Service, listener: socket.socket) -> str:

@@ -41,6 +41,14 @@ class Serve:
     )
     cache_gib: Annotated[float, unset("GIB", "1, or 80 % of what is free on a GPU")] = 0.0
     """Memory of the cache of latents and states."""
+    outer_gib: Annotated[float, unset("GIB", "none")] = 0.0
+    """CPU memory behind the cache, for prefixes that are evicted from it."""
+    outer_folder: Annotated[Path | None, unset("PATH", "none")] = None
+    """Folder behind that memory, for prefixes that outlive the server; OPENK3_CACHE_SECRET seals what is in it."""
+    outer_disk_gib: float = 64.0
+    """Most that the folder may hold."""
+    draft: Literal["off", "mtp", "ngram"] = "off"
+    """Guess tokens ahead, by the MTP layer or by what followed before: the same answers, single ones faster."""
     context: Annotated[int, unset("TOKENS", "the model's")] = 0
     """Longest prompt and answer together."""
     step_tokens: int = 2048

@@ -8,17 +8,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from openk3.engine.engine import Engine
 from openk3.engine.request import Finish, Request
 from openk3.engine.stats import Stats
-from openk3.engine.stream import Update
-from openk3.serve.health import Health
+from openk3.engine.stream import IDLE_SECONDS, Update
+from openk3.serve.health import Health, Restarts
 from openk3.serve.mail import Mail, News, Ticket
 
 LOG = logging.getLogger(__name__)
-MAX_RESTARTS = 3  # in a row, each within RESTART_SECONDS of the one before
-RESTART_SECONDS = 60.0
+NEXT_SECONDS = 60.0  # that a request waits for the engine that follows a failed one
 
 
 class EngineDown(RuntimeError):
@@ -33,7 +33,7 @@ class EngineThread:
     """Steps the engine while there is work. Errors of a request stay with it (see Loop).
 
     An error that escapes a step is a fault of the engine's books: its requests end with EngineLost, and a new engine
-    takes its place. After MAX_RESTARTS in a row it gives up, and `is_healthy` is false for good.
+    takes its place. After too many in a row it gives up (see Restarts), and `is_healthy` is false for good.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
@@ -49,7 +49,7 @@ class EngineThread:
         self._stopping = False
         self._mail = Mail()
         self.health = Health()
-        self._row, self._last_restart = 0, float("-inf")
+        self._restarts = Restarts()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -62,7 +62,7 @@ class EngineThread:
 
         While a failed engine is being replaced, this waits for the next one.
         """
-        self._ready.wait(RESTART_SECONDS)
+        self._ready.wait(NEXT_SECONDS)
         engine, ticket = self._engine, Ticket(sink)
         if engine is None or self._stopping:
             raise EngineDown("the engine has stopped")
@@ -95,7 +95,7 @@ class EngineThread:
         for ticket in tickets:
             self.cancel(ticket)
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 60.0) -> None:
         """Cancel what is left and end the thread."""
         self.cancel_all()
         self._stopping = True
@@ -122,11 +122,6 @@ class EngineThread:
         engine = self._engine
         return None if engine is None else engine.stats()
 
-    def check(self) -> None:
-        """Assert the engine's invariants, when it is idle."""
-        if self._engine is not None:
-            self._engine.check()
-
     def _run(self) -> None:
         while True:
             self._wake.wait()
@@ -135,20 +130,21 @@ class EngineThread:
             while engine is not None and not engine.is_idle:
                 self.health.begin()
                 try:
-                    engine.step()
-                    self.health.end(engine.stats())
+                    updates = engine.step()
+                    if not self.health.end(engine.stats()) and not updates:
+                        time.sleep(IDLE_SECONDS)  # all requests are parked
                 except Exception as error:  # whatever a step lets out, others must live on
+                    self._give_up(engine, error)
                     engine = None  # or its memory would not be free for the next one
-                    engine = self._replace(error)
+                    engine = self._next()
+            if self._stopping and engine is not None:
+                engine.close()  # cached prefixes go to the store, if there is one
             if self._stopping or engine is None:
                 return
 
-    def _replace(self, error: Exception) -> Engine | None:
-        """Give up an engine that failed; the next one, or None after too many."""
+    def _give_up(self, engine: Engine, error: Exception) -> None:
+        """An engine has failed: tell its requests, and keep nothing of it."""
         LOG.critical("the engine failed and is replaced; its requests end with an error", exc_info=error)
-        now = time.monotonic()
-        self._row = self._row + 1 if now - self._last_restart < RESTART_SECONDS else 1
-        self._last_restart = now
         self._ready.clear()
         with self._lock:
             self._engine = None
@@ -158,7 +154,12 @@ class EngineThread:
             ticket.leave()
             self._mail.post(ticket, (None, lost))
         traceback.clear_frames(error.__traceback__)
-        if self._row <= MAX_RESTARTS:
+        with suppress(Exception):  # its books are broken
+            engine.close(write=False)
+
+    def _next(self) -> Engine | None:
+        """Another engine, or None after too many in a row."""
+        if self._restarts.allow():
             try:
                 self._engine = self._make_engine()
             except Exception:  # no memory, say

@@ -8,6 +8,8 @@ from openk3.engine.stats import Stats
 
 FAILED_PASSES = 5  # in a row, without one token: the device is taken for broken
 STALL_SECONDS = 300.0  # in one step: likewise
+MAX_RESTARTS = 3  # in a row, each within RESTART_SECONDS of the one before
+RESTART_SECONDS = 60.0
 
 
 class Health:
@@ -29,8 +31,8 @@ class Health:
         """A step begins."""
         self._began = time.monotonic()
 
-    def end(self, stats: Stats) -> None:
-        """A step is over."""
+    def end(self, stats: Stats) -> bool:
+        """A step is over; whether it computed anything."""
         failed, computed = self._seen
         if stats.num_computed > computed:
             self._failed_passes = 0
@@ -38,3 +40,18 @@ class Health:
             self._failed_passes += stats.num_failed_passes - failed
         self._seen = (stats.num_failed_passes, stats.num_computed)
         self._began = None
+        return stats.num_computed > computed
+
+
+class Restarts:
+    """Counts how often in a row an engine was replaced: one that fails at once will fail again."""
+
+    def __init__(self) -> None:
+        self._row, self._last = 0, float("-inf")
+
+    def allow(self) -> bool:
+        """Whether another one is worth a try."""
+        now = time.monotonic()
+        self._row = self._row + 1 if now - self._last < RESTART_SECONDS else 1
+        self._last = now
+        return self._row <= MAX_RESTARTS

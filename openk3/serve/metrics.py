@@ -24,6 +24,13 @@ _COUNTERS = {
     "num_failed_passes": ("failed_passes_total", "Passes that raised an error."),
     "num_computed": ("computed_tokens_total", "Tokens of prompts and answers that passes computed."),
     "num_hit": ("hit_tokens_total", "Tokens of prompts that came from the cache."),
+    "num_swapped": ("swaps_total", "Requests that gave way and whose state was kept."),
+}
+_OUTER = {
+    "memory_bytes": ("gauge", "outer_bytes", "Memory behind the pages that is in use."),
+    "num_kept": ("counter", "outer_kept_total", "Entries that were evicted from the pages."),
+    "num_lost": ("counter", "outer_lost_total", "Of those, entries for which there was no room."),
+    "num_loaded": ("counter", "outer_loaded_total", "Entries that were put back into pages."),
 }
 
 
@@ -93,6 +100,9 @@ class Metrics:
         for kind, table in (("gauge", _GAUGES), ("counter", _COUNTERS)):
             for field, (name, help_text) in table.items() if stats is not None else ():
                 lines += [*_head(name, kind, help_text), f"openk3_{name} {getattr(stats, field)}"]
+        outer = None if stats is None else stats.outer
+        for field, (kind, name, help_text) in _OUTER.items() if outer is not None else ():
+            lines += [*_head(name, kind, help_text), f"openk3_{name} {getattr(outer, field)}"]
         return "\n".join([*lines, ""])
 
 

@@ -146,7 +146,7 @@ class Live:
         while time.monotonic() < deadline:
             stats = self.service.thread.stats()
             if self.service.gate.num_open == self.service.thread.num_live == 0 and stats and not stats.num_pages_held:
-                self.service.thread.check()
+                self.service.thread._engine.check()  # pyrefly: ignore
                 return
             time.sleep(0.01)
         raise AssertionError(f"still busy: {self.service.gate.num_open} calls, {self.service.thread.stats()}")

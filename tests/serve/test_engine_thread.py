@@ -13,7 +13,7 @@ from live_server import TOKENIZER, tiny_engine
 
 from openk3.engine.engine import Engine
 from openk3.engine.request import Request, SamplingParams
-from openk3.serve import engine_thread, health
+from openk3.serve import health
 from openk3.serve.answers import Answers
 from openk3.serve.engine_thread import EngineDown, EngineThread
 from openk3.serve.errors import ApiError
@@ -108,7 +108,7 @@ def test_an_engine_that_fails_is_replaced() -> None:
 
 def test_an_engine_that_always_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """After some restarts in a row: nobody waits, health says so, new requests are refused."""
-    monkeypatch.setattr(engine_thread, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(health, "MAX_RESTARTS", 2)
     Faulty.faults = 100
 
     async def work(thread: EngineThread) -> None:

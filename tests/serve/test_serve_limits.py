@@ -146,6 +146,7 @@ def test_a_client_that_goes_away_is_cancelled(live: Live, is_stream: bool) -> No
     assert f'openk3_calls_total{{route="{ROUTE}",status="499"}}' in httpx.get(f"{live.url}/metrics").text
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     """Its buffers fill, the write takes too long, and the request is given up; others are served meanwhile."""
     with live_server(write_seconds=0.3, unread_tokens=100) as live:
