@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
 from openk3.ops.cross_entropy_kernel import logits_kernel, settings
+from openk3.ops.launch import start
 
 # Logits of a chunk where the caller names none (bfloat16: 1 GiB): each chunk reads and writes the weight's gradient.
 CHUNK_LOGITS = 1 << 29
@@ -132,7 +133,7 @@ class _Rows:
         names = ("log_norm", "logprob", "entropy", "d_logprob", "d_entropy")
         given = (vectors.get(name) for name in names)
         with on_device(logits):
-            logits_kernel[(len(logits),)](
+            start(logits_kernel, len(logits))(
                 *(logits, self.ids_T[part], *(None if x is None else x[part] for x in given), V, self.ignored),
                 *(lanes, vector, V % (lanes * vector) == 0, statistics, gradient),
                 num_warps=warps,

@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from openk3.ops.backend import on_device
+from openk3.ops.launch import start
 from openk3.ops.margins_kernel import COLUMNS, ROWS, WARPS, margins_kernel
 
 
@@ -17,6 +18,6 @@ def count_margins_by_kernel(counts_EB: Tensor, scores_TE: Tensor, threshold_T: T
     if T:
         with on_device(scores):
             grid = (triton.cdiv(T, ROWS), triton.cdiv(E, COLUMNS))
-            margins_kernel[grid](
+            start(margins_kernel, *grid)(
                 scores, threshold, range_2.contiguous(), counts_EB, T, E, bins, ROWS, COLUMNS, num_warps=WARPS
             )

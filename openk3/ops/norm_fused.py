@@ -10,15 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import multiprocessors, on_device
-from openk3.ops.kda.gluon_launch import launch
-from openk3.ops.norm_kernel import PROGRAMS, Settings, norm_backward_kernel, norm_forward_kernel, settings
-
-
-def _launch(kernel: Any, programs: int, arguments: tuple[Any, ...], how: Settings) -> None:
-    if isinstance(kernel, triton.JITFunction):
-        launch(kernel, programs, arguments, how.constants, how.options)
-    else:
-        kernel[(programs,)](*arguments, **how.constants, **how.options)
+from openk3.ops.launch import start
+from openk3.ops.norm_kernel import PROGRAMS, norm_backward_kernel, norm_forward_kernel, settings
 
 
 class _Norm(torch.autograd.Function):
@@ -33,7 +26,8 @@ class _Norm(torch.autograd.Function):
             how = settings(D, x.stride(0), backward=False)
             with on_device(x):
                 programs = triton.cdiv(rows, how.constants["ROWS"])
-                _launch(norm_forward_kernel, programs, (x, gate, weight, out, inverse, rows, eps), how)
+                arguments = x, gate, weight, out, inverse, rows, eps
+                start(norm_forward_kernel, programs)(*arguments, **how.constants, **how.options)
         ctx.save_for_backward(x, gate, weight, inverse)
         return out
 
@@ -52,7 +46,7 @@ class _Norm(torch.autograd.Function):
         if rows:
             with on_device(x):
                 arguments = d_out, x, gate, weight, inverse, d_x, d_gate, shares, rows
-                _launch(norm_backward_kernel, programs, arguments, how)
+                start(norm_backward_kernel, programs)(*arguments, **how.constants, **how.options)
         return d_x, d_gate, shares.sum(0).to(weight.dtype), None
 
 

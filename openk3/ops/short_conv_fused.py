@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops import short_conv_kernel
 from openk3.ops.backend import on_device
+from openk3.ops.launch import start
 from openk3.ops.sequences import bounds_on
 from openk3.ops.short_conv_kernel import Settings, conv_backward_kernel, conv_forward_kernel, conv_weight_kernel
 
@@ -52,7 +53,7 @@ class _Launch:
         flags = {"W": self.width, "C": self.channels, "BLOCK": settings.block, "UNROLL": settings.unroll}
         flags |= {"STREAMS": self.streams, "ACTIVATION": activation, "num_warps": settings.warps}
         if programs and self.channels:
-            kernel[(programs,)](*arguments, self.tokens, self.sequences, self.run, **flags)
+            start(kernel, programs)(*arguments, self.tokens, self.sequences, self.run, **flags)
 
 
 @lru_cache(maxsize=8)
@@ -119,7 +120,7 @@ class _ShortConvs(torch.autograd.Function):
             arguments += [d_window, shares, ctx.layout.cu_seqlens(device)]
             launch.start(conv_backward_kernel, arguments, d_window is not None, activation)
             if C:
-                conv_weight_kernel[(triton.cdiv(C, 128), S * W)](shares, d_weight, launch.runs, C, W, 128, 16)
+                start(conv_weight_kernel, triton.cdiv(C, 128), S * W)(shares, d_weight, launch.runs, C, W, 128, 16)
         d_weights = [d.to(part.dtype) for d, part in zip(d_weight, weight)]
         d_windows = [None] * len(window or ()) if d_window is None else d_window.unbind()
         return None, *dx, *d_weights, *d_windows

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
+from openk3.ops.launch import start
 from openk3.ops.situ_kernel import BLOCK, WARPS, situ_backward_kernel, situ_kernel
 
 
@@ -20,7 +21,7 @@ class _SituGlu(torch.autograd.Function):
         if out.numel():
             with on_device(gate):
                 grid = (triton.cdiv(out.numel(), BLOCK),)
-                situ_kernel[grid](gate, up, out, out.numel(), beta, linear_beta, BLOCK, num_warps=WARPS)
+                start(situ_kernel, *grid)(gate, up, out, out.numel(), beta, linear_beta, BLOCK, num_warps=WARPS)
         return out
 
     @staticmethod
@@ -31,7 +32,7 @@ class _SituGlu(torch.autograd.Function):
         d_out, d_gate, d_up = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
         if gate.numel():
             with on_device(gate):
-                situ_backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
+                start(situ_backward_kernel, triton.cdiv(gate.numel(), BLOCK))(
                     *(gate, up, d_out, d_gate, d_up, gate.numel(), *ctx.betas, BLOCK), num_warps=WARPS
                 )
         return d_gate, d_up, None, None

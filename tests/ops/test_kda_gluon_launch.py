@@ -192,7 +192,7 @@ def test_the_short_way_to_the_driver_passes_what_triton_passes(monkeypatch: pyte
         launcher(9, 1, 1, 85, "function", "metadata", None, None, None, *arguments, 32)
         encoded.clear()
         for _ in range(3):
-            gluon_launch._Compiled.of(kernel).run(9, 0, arguments, [32])
+            gluon_launch.Compiled.of(kernel).run(9, 0, arguments, [32])
         assert len(passed) == 4 and passed[0] == passed[1] == passed[2] == passed[3]
         assert encoded == ([x.data_ptr(), y.data_ptr()] if encodings else [])
         passed.clear()
@@ -214,7 +214,7 @@ def test_arguments_in_groups_are_those_that_they_stand_for(monkeypatch: pytest.M
     for rest in (True, False):
         monkeypatch.setattr(gluon_launch, "_encodings", {})
         names = [str(n) for n in range(9 if rest else 8)]
-        compiled = gluon_launch._Compiled("kernel", lambda *xs: passed.append(xs), tuple(names), ())
+        compiled = gluon_launch.Compiled("kernel", lambda *xs: passed.append(xs), tuple(names), ())
         for w in (*cut, *cut):
             plain = Workspace(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, w.kr_rest)
             for given in (w, plain):

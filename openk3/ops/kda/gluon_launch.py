@@ -144,7 +144,7 @@ def launch(
     found = _compiled.get(tuple(key))
     if found is None:
         full = [_descriptor(x) if isinstance(x, Matrix) else x for x in separate(arguments)]
-        found = _Compiled.of(kernel.run(*full, **constants, grid=(programs,), warmup=True, **options))
+        found = Compiled.of(kernel.run(*full, **constants, grid=(programs,), warmup=True, **options))
         _compiled[tuple(key)] = found
     if encoded and found.raw is not None:
         found.pass_on(programs, device, values, constants.values())
@@ -164,7 +164,7 @@ def _plain(x: Any) -> Any:
     return tuple(y.data_ptr() for y in x) if type(x) is tuple else x
 
 
-class _Compiled(NamedTuple):
+class Compiled(NamedTuple):
     """A compiled kernel, and the function that launches it once copy-engine arguments are encoded."""
 
     kernel: Any
@@ -173,7 +173,7 @@ class _Compiled(NamedTuple):
     before: tuple[Any, ...]  # what that function gets between the stream and the arguments
 
     @classmethod
-    def of(cls, kernel: Any) -> "_Compiled":
+    def of(cls, kernel: Any) -> "Compiled":
         """Looks into Triton's launcher; what does not look as expected is left to Triton."""
         launcher = kernel.run
         if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
@@ -203,8 +203,11 @@ class _Compiled(NamedTuple):
 
     def pass_on(self, programs: int, device: int, final: list[Any], constants: Iterable[Any]) -> None:
         """`run` with all arguments encoded."""
-        stream = driver.active.get_current_stream(device)
-        self.raw(programs, 1, 1, stream, *self.before, *final, *constants)
+        self.start((programs, 1, 1), device, (*final, *constants))
+
+    def start(self, grid: tuple[int, ...], device: int, arguments: Iterable[Any]) -> None:
+        """Launch on the current stream, with every argument as the launcher takes it."""
+        self.raw(*grid, driver.active.get_current_stream(device), *self.before, *arguments)
 
 
 def _encode(x: Matrix | Group, encodings: tuple[Any, ...]) -> tuple[list[Any], int]:

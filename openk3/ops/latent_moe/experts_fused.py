@@ -20,6 +20,7 @@ from openk3.ops.latent_moe.experts_kernel import (
     tile_for,
 )
 from openk3.ops.latent_moe.route_fused import Plan
+from openk3.ops.launch import start
 
 
 class Form(NamedTuple):
@@ -69,17 +70,16 @@ class _Launch:
         """A row product of `width` columns, a sum over `depth`."""
         tile = tile_for(self.kind, self.plan.tile, name, width, depth)
         plan, kernel = self.plan, KERNELS[name]
-        known = self.constants | {"BM": plan.tile, "BN": tile.columns, "BK": tile.depth}
+        known = self.constants | {"BM": plan.tile // tile.split, "BN": tile.columns, "BK": tile.depth}
+        known["SPLIT"] = tile.split
         flags = {x: known[x] for x in kernel.arg_names if x in known}
         named = {"slot": plan.slot_M, "tile_expert": plan.tile_expert, "tile_row": plan.tile_row}
-        named |= {"tile_end": plan.tile_end, "tiles": self.tiles, "depth": depth, "M": len(plan.slot_M)}
+        named |= {"tile_end": plan.tile_end, "tiles": self.tiles * tile.split, "depth": depth, "M": len(plan.slot_M)}
         tables = {x: named[x] for x in kernel.arg_names if x in named}
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if tile.registers:
-            options["maxnreg"] = tile.registers
         if self.tiles:
-            grid = (self.tiles * triton.cdiv(width, tile.columns),)
-            kernel[grid](*tensors, **tables, **flags, **options)
+            grid = (self.tiles * tile.split * triton.cdiv(width, tile.columns),)
+            start(kernel, *grid)(*tensors, **tables, **flags, **options)
 
     def weights(self, name: str, tensors: Sequence[Tensor], shape: tuple[int, int]) -> None:
         """Gradients of every expert's matrices of one shape."""
@@ -88,7 +88,7 @@ class _Launch:
         known = self.constants | {"BM": rows, "BN": columns, "BK": deep}
         flags = {x: known[x] for x in kernel.arg_names if x in known}
         grid = (self.sizes.E * triton.cdiv(shape[0], rows) * triton.cdiv(shape[1], columns),)
-        kernel[grid](*tensors, self.plan.slot_M, self.plan.start_X, **flags, num_warps=warps, num_stages=stages)
+        start(kernel, *grid)(*tensors, self.plan.slot_M, self.plan.start_X, **flags, num_warps=warps, num_stages=stages)
 
 
 def _combine(y_MC: Tensor, plan: Plan, weights_Tk: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -98,7 +98,7 @@ def _combine(y_MC: Tensor, plan: Plan, weights_Tk: Tensor, norm_C: Tensor, eps: 
     inverse = weights_Tk.new_empty(T)
     settings = rows_kernel.row_settings(C)
     if T:
-        rows_kernel.combine_kernel[(triton.cdiv(T, settings["BT"]),)](
+        start(rows_kernel.combine_kernel, triton.cdiv(T, settings["BT"]))(
             *(y_MC, plan.row_Tk, weights_Tk, norm_C, u, out, inverse, T, eps),
             **settings,
             K=k,
@@ -112,7 +112,7 @@ def _combine_backward(d_out: Tensor, u: Tensor, inverse: Tensor, norm: Tensor) -
     (T, C), settings = u.shape, rows_kernel.row_settings(u.shape[1])
     programs = max(1, min(triton.cdiv(T, settings["BT"]), 4 * _multiprocessors(u.device)))
     d_u, shares = torch.empty_like(u), inverse.new_empty(programs, C)
-    rows_kernel.combine_backward_kernel[(programs,)](
+    start(rows_kernel.combine_backward_kernel, programs)(
         *(d_out, u, inverse, norm, d_u, shares, T, programs), **settings, num_warps=rows_kernel.row_warps(C)
     )
     return d_u, shares.sum(0).to(norm.dtype)
@@ -124,7 +124,7 @@ def _slot_gradient(d_rows: Tensor, shares: Tensor, plan: Plan) -> tuple[Tensor, 
     d_z, d_weights = d_rows.new_empty(T, C), shares.new_empty(T, k)
     settings = rows_kernel.row_settings(C)
     if T:
-        rows_kernel.slot_gradient_kernel[(triton.cdiv(T, settings["BT"]),)](
+        start(rows_kernel.slot_gradient_kernel, triton.cdiv(T, settings["BT"]))(
             *(d_rows, shares, plan.row_Tk, d_z, d_weights, T, M, len(shares)),
             **settings,
             K=k,

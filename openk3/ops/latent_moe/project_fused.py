@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from openk3.ops.backend import on_device
 from openk3.ops.latent_moe.logits_kernel import block_for, logits_kernel
 from openk3.ops.latent_moe.route_fused import Choice, Routed, logits_gradient, route
+from openk3.ops.launch import start
 from openk3.ops.norm import at_least_float32
 
 
@@ -25,7 +26,7 @@ def router_logits(x_TD: Tensor, router_ED: Tensor) -> Tensor:
     rows, columns, depth, warps, stages = block_for(T, E, 10 * major + minor)
     if T:
         with on_device(x_TD):
-            logits_kernel[(triton.cdiv(T, rows) * triton.cdiv(E, columns),)](
+            start(logits_kernel, triton.cdiv(T, rows) * triton.cdiv(E, columns))(
                 *(x_TD, router_ED, logits, T, D, 1.0, D, E, rows, columns, depth), num_warps=warps, num_stages=stages
             )
     return logits

@@ -19,6 +19,7 @@ from openk3.ops.latent_moe.route_kernel import (
     sort_settings,
     token_rows,
 )
+from openk3.ops.launch import start
 
 MOST_GROUPS, MOST_SORTS = 256, 64  # programs of the two launches: each of the second reads what all of the first count
 
@@ -73,7 +74,7 @@ def route(logits_TE: Tensor, bias_E: Tensor, choice: Choice, *, with_scores: boo
     )
     parts = masks.view({8: torch.int8, 16: torch.int16}[rows])
     with on_device(logits_TE):
-        route_kernel[(groups,)](
+        start(route_kernel, groups)(
             *(logits_TE, bias_E, ids, weights, chosen, out.threshold_T, out.scores_TE, parts, out.counts_GE),
             *(T, blocks, choice.scale, E, k, rows, chunk, count, choice.renormalize),
             num_warps=ROUTE_WARPS,
@@ -88,17 +89,17 @@ def sort(routed: Routed, tile: int) -> Plan:
     settings = sort_settings(E, k, tile)
     span = triton.cdiv(groups, MOST_SORTS)
     programs = max(triton.cdiv(groups, span), triton.cdiv(M // tile + min(E, M), settings["ENTRIES"]))
-    row, slot, start = (routed.masks_WE.new_empty(size) for size in (M, M, E + 1))
+    row, slot, begin = (routed.masks_WE.new_empty(size) for size in (M, M, E + 1))
     tiles = expert, first, end = routed.masks_WE.new_empty(3, programs * settings["ENTRIES"]).unbind()
     blocks = max(1, triton.cdiv(triton.cdiv(T, 32), MOST_GROUPS))
     with on_device(row):
-        sort_kernel[(programs,)](
-            *(routed.ids_Tk, routed.masks_WE, routed.counts_GE, row, slot, start, *tiles),
+        start(sort_kernel, programs)(
+            *(routed.ids_Tk, routed.masks_WE, routed.counts_GE, row, slot, begin, *tiles),
             *(T, blocks, groups, span),
             *settings.values(),
             num_warps=SORT_WARPS,
         )
-    return Plan(row.view(T, k), slot, start, expert, first, end, tile)
+    return Plan(row.view(T, k), slot, begin, expert, first, end, tile)
 
 
 def logits_gradient(d_weights_Tk: Tensor, routed: Routed, choice: Choice, dtype: torch.dtype) -> Tensor:
@@ -108,7 +109,7 @@ def logits_gradient(d_weights_Tk: Tensor, routed: Routed, choice: Choice, dtype:
     d_logits = torch.empty(T, E, dtype=dtype, device=d_weights_Tk.device)
     if T:
         with on_device(d_logits):
-            route_backward_kernel[(triton.cdiv(T, settings["ROWS"]),)](
+            start(route_backward_kernel, triton.cdiv(T, settings["ROWS"]))(
                 *(d_weights_Tk, routed.ids_Tk, routed.chosen_Tk, d_logits, T, choice.scale),
                 *settings.values(),
                 choice.renormalize,
