@@ -184,6 +184,26 @@ def test_maps_and_fold() -> None:
     assert torch.equal(maps[0, :, 32:], eye) and not maps[0, :, :32].any()
 
 
+def test_maps_for_gradients_add_up_in_two_parts() -> None:
+    """The states that parts start from in the backward pass, too, where keys are nearly one; no others change."""
+    inputs = kda_inputs([320], H=2, K=16, V=32)
+    inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
+    inputs["beta_logit"], inputs["decay_logit"] = inputs["beta_logit"] + 6, inputs["decay_logit"] - 14
+    inputs = {name: x.bfloat16().double() for name, x in inputs.items()}
+    states = forward_scan(
+        exact_prepare(tile_rows(inputs, Cut.of([320], 32))), inputs["v"], inputs["state"], Cut.of([320], 32)
+    )[2]
+    tokens, gate, state = float32(inputs)
+    tiles = table([320], part_tiles=5)
+    tokens = tuple(x.bfloat16() for x in tokens)
+    found = [fused_forward(tokens, gate, state, tiles, split=True, careful=careful) for careful in (False, True)]
+    entering = [x.entering_PHKV for x in found]
+    errors = [off(x[1], states[5].mT) for x in entering if x is not None]
+    assert errors[1] < 2e-3 < 0.3 * errors[0]
+    tile_alone = fused_forward(tokens, gate, state, tiles, split=False, careful=True)
+    assert torch.equal(tile_alone.o_THV, fused_forward(tokens, gate, state, tiles, split=False).o_THV)
+
+
 def forward(
     inputs: dict[str, Tensor], lengths: list[int], *, split: bool, part_tiles: int | None, checkpoints: tuple[int, ...]
 ) -> Forward:

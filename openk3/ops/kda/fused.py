@@ -93,18 +93,22 @@ def fused_forward(
     tiles: Tiles,
     *,
     split: bool,
+    careful: bool = False,
 ) -> Forward:
     """Outputs, final states, checkpoints and the states that the backward pass starts its parts from.
 
     tokens: contiguous q, k, v, decay logits, beta logits, as in `recurrent_kda`; state_NHKV contiguous, or None for
-    zeros. `split` scans all parts at once, joined by their maps; otherwise each sequence is scanned in one go.
+    zeros. `split` scans all parts at once, joined by their maps; otherwise each sequence is scanned in one go. With
+    `careful` the maps are as exact as the scans of the backward pass, which starts from where they lead.
     """
     _, _, v_THV, _, _ = tokens
     K, (_, H, V) = tokens[0].shape[2], v_THV.shape
     o_THV = torch.empty_like(v_THV)
     slabs = _slabs(tiles, H, split)
     if split or len(slabs) > 1:
-        return _forward_in_slabs(tokens, gate, state_NHKV, tiles, split=split, o_THV=o_THV, slabs=slabs)
+        return _forward_in_slabs(
+            tokens, gate, state_NHKV, tiles, split=split, o_THV=o_THV, slabs=slabs, careful=careful
+        )
     span = tiles.sequences()
     workspace = _prepare(tokens, gate, span)
     final_NHKV = v_THV.new_empty(tiles.num_sequences, H, K, V, dtype=torch.float32)
@@ -125,6 +129,7 @@ def _forward_in_slabs(
     split: bool,
     o_THV: Tensor,
     slabs: list[tuple[int, int]],
+    careful: bool,
 ) -> Forward:
     """Slab by slab: each scans its parts at once, from states that earlier slabs left or that maps give."""
     v_THV = tokens[2]
@@ -139,7 +144,7 @@ def _forward_in_slabs(
     maps: list[Tensor] = []
     for low, high in slabs:
         span = tiles.slab(low, high)
-        workspace = _prepare(tokens, gate, span)
+        workspace = _prepare(tokens, gate, span, careful=split and careful)
         if split:
             maps.append(scan_maps(workspace, v_THV, span))
             if low:
@@ -152,9 +157,11 @@ def _forward_in_slabs(
     return Forward(o_THV, final_NHKV, _checkpoints(tiles, saved, leaving), entering, joined)
 
 
-def _prepare(tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span) -> Workspace:
+def _prepare(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span, *, careful: bool = False
+) -> Workspace:
     q_THK, k_THK, _, logit_THK, beta_TH = tokens
-    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span)
+    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span, backward=careful)
 
 
 def _slabs(tiles: Tiles, heads: int, split: bool) -> list[tuple[int, int]]:

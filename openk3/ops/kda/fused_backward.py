@@ -104,9 +104,9 @@ def _plan(bounds: tuple[int, ...], q_THK: Tensor, checkpoints: tuple[int, ...], 
     return make_plan(bounds, heads, device, checkpoints=checkpoints, part_tiles=max(1, _room(heads) // pieces))
 
 
-def _forward(plan: Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | None) -> Forward:
+def _forward(plan: Plan, gate: KdaGate, tokens: Tokens, state_NHKV: Tensor | None, *, keep: bool = False) -> Forward:
     with on_device(tokens[0]):
-        return fused_forward(tokens, gate, state_NHKV, plan.tiles, split=plan.split)
+        return fused_forward(tokens, gate, state_NHKV, plan.tiles, split=plan.split, careful=keep)
 
 
 class _GateParameters(torch.autograd.Function):
@@ -141,7 +141,7 @@ class _FusedKda(torch.autograd.Function):
         ctx: Any, plan: Plan, gate: KdaGate, channels: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         *tokens, state = inputs
-        result = _forward(plan, gate, tuple(tokens), state)
+        result = _forward(plan, gate, tuple(tokens), state, keep=True)
         ctx.plan, ctx.lower_bound = plan, gate.lower_bound
         ctx.save_for_backward(*tokens, gate.A_log_H, gate.dt_bias_HK, result.entering_PHKV, result.maps_PHRK)
         ctx.mark_non_differentiable(result.checkpoints_MHKV)

@@ -50,10 +50,11 @@ def _launch(
     options = settings(outputs=(out.o is not None) + (out.r is not None) + (out.states is not None))
     constants = {"K": K, "V": V, "C": C, "MAPS": maps, "GROUPS": options.pop("GROUPS"), "STAGES": options.pop("STAGES")}
     width = ROWS * constants["GROUPS"]
-    assert out.states is None or workspace.kr_rest is not None
+    careful = out.states is not None or (maps and workspace.kr_rest is not None)
+    assert not careful or workspace.kr_rest is not None
     assert out.r_rest is None or (out.r is not None and out.states is not None)
     arguments = [
-        *(*tiles_of(workspace, rest=out.states is not None), matrix(v_THV, H * V, (C, width))),
+        *(*tiles_of(workspace, rest=careful), matrix(v_THV, H * V, (C, width))),
         None if out.states is None else matrix(out.states, K, (ROWS, K)),
         *(out.o, out.r, out.r_rest, initial, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
@@ -150,7 +151,7 @@ def _consume(
 ):
     """A warpgroup: rows `column` + 0..63 of the transposed state of one head of one run."""
     nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
-    states_d, o_s, r_s, states_s = stores
+    states_d, kr_rest_d, o_s, r_s, states_s = stores
     outputs, initial_ptr, start_ptr, length_ptr, mark_ptr, token_low = pointers
     o_ptr, r_ptr, r_rest_ptr, final_ptr, saved_ptr = outputs
     run_head, low, steps, H, head = place
@@ -192,9 +193,10 @@ def _consume(
         entering = gl.convert_layout(rounded, left)
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         error = warpgroup_mma(entering, nkd_s.index(stage).permute((1, 0)), v, is_async=True)
-        if states_d is not None:  # gradients of what reads these states want them better than outputs do
+        if kr_rest_d is not None:  # gradients of what reads these states want them better than outputs do
             rest = gl.convert_layout((state - rounded.to(gl.float32)).to(gl.bfloat16), left)
             error = warpgroup_mma(rest, nkd_s.index(stage).permute((1, 0)), error, is_async=True)
+        if states_d is not None:
             buffer = states_s.index(2 * GROUP + (step & 1))
             put_states(rounded, buffer, states_d, ((low + step) * H + head) * V + column)
         error = warpgroup_mma_wait(0, (error,))
@@ -212,7 +214,7 @@ def _consume(
         write = warpgroup_mma_wait(1 if o_ptr is not None else 0, (write,))
         write_io = write.to(gl.bfloat16)
         state = warpgroup_mma(gl.convert_layout(write_io, wide_left), kr_s.index(stage), state, is_async=True)
-        if states_d is not None:
+        if kr_rest_d is not None:
             kr_rest = kr_rest_s.index(stage)
             state = warpgroup_mma(gl.convert_layout(write_io, wide_left), kr_rest, state, is_async=True)
             rest = (write - write_io.to(gl.float32)).to(gl.bfloat16)
@@ -318,7 +320,7 @@ def scan_kernel(
     outputs = (o_ptr, r_ptr, r_rest_ptr, final_ptr, saved_ptr)
     pointers = (outputs, initial_ptr, start_ptr, length_ptr, mark_ptr, token_low)
     place = (run_head.to(gl.int64), low, steps, H, head)
-    first = (states_d, o_s.index(0), r_s.index(0), states_s)
+    first = (states_d, kr_rest_d, o_s.index(0), r_s.index(0), states_s)
     rows: gl.constexpr = 3 if READ else 2
     more: gl.constexpr = 0 if kr_rest_d is None else 1
     BYTES: gl.constexpr = 2 * ((rows + more) * C * K + (rows - 1) * C * C) + 4 * K + 4 * C
@@ -335,7 +337,7 @@ def scan_kernel(
             [24],
         )
     else:
-        second = (states_d, o_s.index(1), r_s.index(1), states_s)
+        second = (states_d, kr_rest_d, o_s.index(1), r_s.index(1), states_s)
         gl.warp_specialize(
             [
                 (_consume, (ring, full, empty, first, pointers, place, column, K, V, MAPS, 0)),
@@ -363,6 +365,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         {"o_ptr": "*bf16", "final_ptr": "*fp32", "saved_ptr": "*fp32"},
         {"o_ptr": "*bf16", "final_ptr": "*fp32"},
         {"final_ptr": "*fp32", "MAPS": True},
+        {"final_ptr": "*fp32", "MAPS": True, "kr_rest_d": block_type((C, K))},
     ]
     given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d"), block_type((C, K)))
     given |= dict.fromkeys(("inv_d", "mqk_d"), block_type((C, C)))

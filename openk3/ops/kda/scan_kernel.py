@@ -59,7 +59,7 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
 
 
 def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
-    """Each run as an affine map of the state: [P, H, V + K, K] float32.
+    """Each run as an affine map of the state: [P, H, V + K, K] float32, more exactly where the workspace has `kr_rest`.
 
     Rows 0..V-1 are the transposed state that leaves the run when zero enters, the others the transposed transition.
     """
@@ -68,13 +68,13 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     maps = torch.empty(runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
-    options = scan_settings(V, compute_capability(v_THV.device))
+    options = scan_settings(V, compute_capability(v_THV.device), states=workspace.kr_rest is not None)
     options["BV"] = min(options["BV"], K)
     if runs * H == 0:
         return maps
     w = workspace
     scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, None, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
+        *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
         *(None, None, None, None, maps, None),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
@@ -324,10 +324,10 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     backward = dict.fromkeys(("r_ptr", "r_rest_ptr", "states_ptr", "kr_rest_ptr"), "*bf16")
     maps = {"final_ptr": "*fp32", "MAPS": True}
     variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
-    variants += [state | backward, backward, maps, maps | cut]
+    variants += [state | backward, backward, maps, maps | cut, maps | {"kr_rest_ptr": "*bf16"}]
     cases = []
     for variant in variants:
-        launch = scan_settings(128, arch, states="states_ptr" in variant)
+        launch = scan_settings(128, arch, states="kr_rest_ptr" in variant)
         shape = {"BV": launch.pop("BV"), "AHEAD": launch.pop("AHEAD")}
         cases.append((scan_kernel, given | shape | variant, launch))
     folding = dict.fromkeys(("maps_ptr", "entering_ptr", "initial_ptr"), "*fp32") | {"parts_ptr": "*i32:1"}
