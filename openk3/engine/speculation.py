@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from openk3.config.serve import SpeculationConfig
@@ -19,26 +19,42 @@ from openk3.engine.runner import Runner
 from openk3.engine.verify import Outcome
 
 
-@dataclass
-class Counts:
-    """Since an engine's start: guesses, those that were right by their place behind the last known token, passes."""
+@dataclass(frozen=True)
+class DraftStats:
+    """How guesses have fared since an engine's start; a turn is one request's part of a pass."""
 
-    num_drafts: int = 0
-    num_verified: int = 0  # passes of one request that had guesses
-    drafts_at: tuple[int, ...] = ()  # guesses at place 0, 1, ...
+    num_turns: int = 0  # that had guesses
+    num_plain_turns: int = 0  # decoding turns without any
+    drafts_at: tuple[int, ...] = ()  # guesses by their place behind the last known token
     accepted_at: tuple[int, ...] = ()  # of those, the right ones behind none that was wrong
+
+    @property
+    def num_drafts(self) -> int:
+        """Guesses in all."""
+        return sum(self.drafts_at)
 
     @property
     def num_accepted(self) -> int:
         """Guesses that were right."""
         return sum(self.accepted_at)
 
-    def see(self, num_drafts: int, num_accepted: int) -> None:
-        """One request's part of a pass."""
-        self.num_drafts += num_drafts
-        self.num_verified += 1
-        self.drafts_at = _raised(self.drafts_at, num_drafts)
-        self.accepted_at = _raised(self.accepted_at, num_accepted)
+    @property
+    def accepted_per_turn(self) -> float:
+        """Right guesses of a turn that had guesses, on average; it brings one token more."""
+        return self.num_accepted / max(1, self.num_turns)
+
+    @property
+    def rates_at(self) -> tuple[float, ...]:
+        """By place, the share of guesses that were accepted."""
+        accepted = self.accepted_at + (0,) * (len(self.drafts_at) - len(self.accepted_at))
+        return tuple(right / count for right, count in zip(accepted, self.drafts_at))
+
+    def and_turn(self, num_drafts: int, num_accepted: int) -> DraftStats:
+        """With one more."""
+        if not num_drafts:
+            return replace(self, num_plain_turns=self.num_plain_turns + 1)
+        drafts, accepted = _raised(self.drafts_at, num_drafts), _raised(self.accepted_at, num_accepted)
+        return replace(self, num_turns=self.num_turns + 1, drafts_at=drafts, accepted_at=accepted)
 
 
 class Speculation:
@@ -46,7 +62,7 @@ class Speculation:
 
     def __init__(self, config: SpeculationConfig, draft: Draft, largest_request: int) -> None:
         self.config, self.draft = config, draft
-        self.counts = Counts()
+        self.stats = DraftStats()
         self.length = DraftLength(config.most_drafts, draft.one_by_one)
         self._largest = largest_request
         self._records: WeakKeyDictionary[Job, Record] = WeakKeyDictionary()
@@ -86,10 +102,10 @@ class Speculation:
         """What became of the guesses of each work, and how long the pass took."""
         self.length.passes.see(sum(work.num_tokens for work in works), seconds)
         for work in works:
-            if work.num_drafts:
+            if work.num_known - work.start == 1 and work in outcomes:
                 tokens = outcomes[work]
                 right = sum(isinstance(a, Token) and a.id == b for a, b in zip(tokens, work.job.drafts))
-                self.counts.see(work.num_drafts, right)
+                self.stats = self.stats.and_turn(work.num_drafts, right)
                 for record, fade in ((self._record(work.job), FADE), (self.length.all, FADE_ALL)):
                     record.see(min(work.num_drafts, len(tokens)), right, fade)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from openk3.engine.loop import Loop
 from openk3.engine.outer_tier import TierStats
+from openk3.engine.speculation import DraftStats
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Stats:
     num_hit: int  # those of them that came from the cache
     num_swapped: int = 0  # preempted requests whose state was kept
     outer: TierStats | None = None  # of the memory behind the pages
+    drafts: DraftStats | None = None  # where answers are guessed at
 
 
 def stats_of(loop: Loop, num_arrived: int) -> Stats:
@@ -44,4 +46,5 @@ def stats_of(loop: Loop, num_arrived: int) -> Stats:
         num_hit=books.hit_tokens,
         num_swapped=scheduler.num_swapped,
         outer=None if loop.tier is None else loop.tier.stats(),
+        drafts=None if loop.speculation is None else loop.speculation.stats,
     )

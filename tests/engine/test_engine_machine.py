@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from checked_engine import CheckedEngine, engine, verify, verify_scores
 from engine_model import MEDIA, picture, prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from scripted_draft import ScriptedDraft, take_script
 
-from openk3.config.serve import EngineConfig
+from openk3.config.serve import SpeculationConfig
 from openk3.engine.block_pool import PageKind
 from openk3.engine.hybrid_cache import RequestTooLarge
 from openk3.engine.job import Job
@@ -24,6 +27,13 @@ PARAMS = (
     SamplingParams(max_tokens=6, temperature=0.8, seed=4, top_k=9),
     SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0),
     SamplingParams(max_tokens=0, prompt_logprobs=0),
+)
+SCRIPTS = st.lists(st.booleans(), min_size=1, max_size=9)
+GUESSES = st.one_of(
+    st.just((None, [])),
+    st.tuples(st.just(SpeculationConfig("mtp", 3, adaptive=False)), st.just([])),
+    st.tuples(st.just(SpeculationConfig("ngram", 4)), st.just([])),
+    st.tuples(st.builds(SpeculationConfig, st.just("ngram"), st.integers(1, 8), st.just(False)), SCRIPTS),
 )
 
 
@@ -45,19 +55,39 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(1, 40),
         checkpoint_pages=st.integers(0, 2),
         patience=st.integers(0, 9),
+        guesses=GUESSES,
     )
     def build(
-        self, *, pages: int, page_tokens: int, hash_tokens: int, budget: int, checkpoint_pages: int, patience: int
+        self,
+        *,
+        pages: int,
+        page_tokens: int,
+        hash_tokens: int,
+        budget: int,
+        checkpoint_pages: int,
+        patience: int,
+        guesses: tuple[SpeculationConfig | None, list[bool]],
     ) -> None:
-        """From memory that one request fills to memory that is rarely short."""
+        """From memory that one request fills to memory that is rarely short; with guesses of every kind, or none."""
         pages = 4 + pages * 8 // page_tokens
         limits = {"max_requests": 5, "checkpoint_pages": checkpoint_pages}
         sizes = {"page_tokens": page_tokens, "hash_tokens": hash_tokens}
-        self.engine: CheckedEngine = engine(pages, step_tokens=budget, patience=patience, **limits, **sizes)
+        options = {**limits, **sizes, "speculation": guesses[0]}
+        self.engine: CheckedEngine = engine(pages, step_tokens=budget, patience=patience, **options)
+        self.draft: ScriptedDraft | None = None
+        if guesses[1]:
+            self.draft = take_script(self.engine, guesses[1])
+
+    @precondition(lambda self: self.draft is not None)
+    @rule(script=SCRIPTS)
+    def follow(self, script: list[bool]) -> None:
+        """Guesses that are right or wrong at other places."""
+        assert self.draft is not None
+        self.draft.follow(script)
 
     @rule(
         shared=st.sampled_from((30, 20, 13, 8, 3, 0)),
-        owns=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+        owns=st.lists(st.sampled_from((0, 1, 2, 6, 9)), min_size=1, max_size=3),
         params=st.sampled_from(PARAMS),
         pictured=st.sampled_from((None, None, None, 0, 1)),
         priority=st.integers(-1, 1),
@@ -93,7 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
     def change_budget(self, budget: int) -> None:
         """Chunks of another size."""
         config = self.engine.config
-        self.engine.scheduler.config = EngineConfig(config.cache, budget, config.patience)
+        self.engine.scheduler.config = dataclasses.replace(config, step_tokens=budget)
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
