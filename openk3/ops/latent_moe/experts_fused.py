@@ -70,16 +70,15 @@ class _Launch:
         """A row product of `width` columns, a sum over `depth`."""
         tile = tile_for(self.kind, self.plan.tile, name, width, depth)
         plan, kernel = self.plan, KERNELS[name]
-        known = self.constants | {"BM": plan.tile, "BN": tile.columns, "BK": tile.depth}
+        known = self.constants | {"BM": plan.tile // tile.split, "BN": tile.columns, "BK": tile.depth}
+        known["SPLIT"] = tile.split
         flags = {x: known[x] for x in kernel.arg_names if x in known}
         named = {"slot": plan.slot_M, "tile_expert": plan.tile_expert, "tile_row": plan.tile_row}
-        named |= {"tile_end": plan.tile_end, "tiles": self.tiles, "depth": depth, "M": len(plan.slot_M)}
+        named |= {"tile_end": plan.tile_end, "tiles": self.tiles * tile.split, "depth": depth, "M": len(plan.slot_M)}
         tables = {x: named[x] for x in kernel.arg_names if x in named}
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if tile.registers:
-            options["maxnreg"] = tile.registers
         if self.tiles:
-            grid = (self.tiles * triton.cdiv(width, tile.columns),)
+            grid = (self.tiles * tile.split * triton.cdiv(width, tile.columns),)
             start(kernel, *grid)(*tensors, **tables, **flags, **options)
 
     def weights(self, name: str, tensors: Sequence[Tensor], shape: tuple[int, int]) -> None:

@@ -26,10 +26,10 @@ def _tile_of(program, tiles, NUM: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(tile_row, tile_end, tile, BM: tl.constexpr):
-    """Rows of a tile, and which of them are its expert's."""
-    rows = tl.load(tile_row + tile) + tl.arange(0, BM)
-    return rows, rows < tl.load(tile_end + tile)
+def _rows_of(tile_row, tile_end, tile, BM: tl.constexpr, SPLIT: tl.constexpr = 1):
+    """Rows of a tile, or of the n-th part of SPLIT ones as number tile * SPLIT + n; which of them are its expert's."""
+    rows = tl.load(tile_row + tile // SPLIT) + tile % SPLIT * BM + tl.arange(0, BM)
+    return rows, rows < tl.load(tile_end + tile // SPLIT)
 
 
 @triton.jit
@@ -172,18 +172,22 @@ def down_kernel(
 def act_gradient_kernel(
     d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares, slot, tile_expert, tile_row, tile_end, tiles, M, depth,
     C: tl.constexpr, I: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Gradients behind w2 of y's weighted sum: of gate and up, and of each weight as shares [blocks, M] of its sum.
 
     With d = d_u w2 of a row's token, before its weight p: d_p = <d, act>, and p d goes on to gate and up. What w2's
-    gradient needs beside d_u is `scaled` = p act. Neither y nor act is kept from the forward pass.
+    gradient needs beside d_u is `scaled` = p act. Neither y nor act is kept from the forward pass. SPLIT programs share
+    the rows of a tile of the table, and `tiles` counts their parts.
     """
     tile, block = _tile_of(tl.program_id(0), tiles, (I + BN - 1) // BN, GROUP)
-    expert = tl.load(tile_expert + tile)
+    expert = tl.load(tile_expert + tile // SPLIT)
     if expert >= E:
         return
-    rows, live = _rows_of(tile_row, tile_end, tile, BM)
+    rows, live = _rows_of(tile_row, tile_end, tile, BM, SPLIT)
+    if SPLIT > 1:  # parts of a tile may have no rows
+        if tl.load(tile_row + tile // SPLIT) + tile % SPLIT * BM >= tl.load(tile_end + tile // SPLIT):
+            return
     column = block * BN + tl.arange(0, BN)
     at = rows.to(tl.int64)[:, None] * I + column[None, :]
     g = _load_rows(gate + at, live, column[None, :], I, BN)  # asked for before the products, needed behind them
@@ -311,13 +315,13 @@ def down_weight_kernel(
 
 
 class Tile(NamedTuple):
-    """What a program makes at a time, with how many warps and stages of loads, and registers a thread if limited."""
+    """What a program makes at a time, with how many warps and stages of loads; how many share the rows of a tile."""
 
     columns: int
     depth: int
     warps: int
     stages: int
-    registers: int | None = None
+    split: int = 1
 
 
 class Block(NamedTuple):
@@ -344,7 +348,7 @@ HOPPER = {
     128: {
         "gate_up": Tile(64, 64, 8, 3),  # two programs on a multiprocessor: one multiplies while the other one stores
         "down": Tile(256, 64, 8, 3),
-        "act_gradient": Tile(64, 64, 8, 3, 128),
+        "act_gradient": Tile(64, 64, 4, 3, split=2),
         "row_gradient": Tile(256, 64, 8, 3),
     },
     64: {
@@ -360,7 +364,12 @@ HOPPER = {
         "row_gradient": Tile(64, 128, 4, 3),
     },
 }
-DEEP, DEEP_GATE_UP = 640, Tile(128, 64, 8, 4)  # of sums this long, products are most of the work
+# By rows of a tile, on Hopper: other tiles for sums longer than this, of which products are most of the work.
+DEEP = {
+    (128, "gate_up"): (640, Tile(128, 64, 8, 4)),
+    (128, "act_gradient"): (2048, Tile(128, 64, 4, 3, split=2)),
+    (64, "act_gradient"): (2048, Tile(128, 64, 4, 3)),
+}
 AMPERE = {
     128: {
         "gate_up": Tile(64, 32, 8, 4),
@@ -399,8 +408,9 @@ def row_tiles(kind: str) -> dict[int, dict[str, Tile]]:
 def tile_for(kind: str, rows: int, name: str, width: int, depth: int) -> Tile:
     """The tile of a row product of so many columns and sums; half as wide where the table's does not divide them."""
     tile = row_tiles(kind)[rows][name]
-    if (kind, rows, name) == ("hopper", 128, "gate_up") and depth > DEEP:
-        tile = DEEP_GATE_UP
+    longest, deep = DEEP.get((rows, name), (0, tile))
+    if kind == "hopper" and depth > longest:
+        tile = deep
     return tile if width % tile.columns == 0 else tile._replace(columns=max(16, tile.columns // 2))
 
 
@@ -422,11 +432,11 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         widths = {"gate_up": (I, C), "down": (C, I), "act_gradient": (I, C), "row_gradient": (C, I)}
         shapes = {name: (rows, *tile_for(kind, rows, name, *width)) for name, width in widths.items()}
         if rows > 16:
-            shapes |= {name: (*block, None) for name, block in WEIGHT_BLOCKS[kind].items()}
-        for name, (BM, BN, BK, warps, stages, registers) in shapes.items():
-            tile = {"BM": BM, "BN": BN, "BK": BK}
+            shapes |= {name: (*block, 1) for name, block in WEIGHT_BLOCKS[kind].items()}
+        for name, (BM, BN, BK, warps, stages, split) in shapes.items():
+            tile = {"BM": BM // split, "BN": BN, "BK": BK, "SPLIT": split}
             arguments = {x: (known | tile).get(x, "*bf16") for x in KERNELS[name].arg_names}
-            options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+            options = {"num_warps": warps, "num_stages": stages}
             if rows > 16 or name == "down":
                 cases.append((KERNELS[name], arguments, options))
             if name == "gate_up":
