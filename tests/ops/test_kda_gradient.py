@@ -117,3 +117,14 @@ def test_steep_gates() -> None:
     for name, expected in want.items():
         assert (got[name] - expected).norm() <= 1e-5 * expected.norm(), name
     assert not got["d_decay_logit"].any()
+
+
+def test_logits_out_of_range() -> None:
+    """Logits whose products with the slope no float32 holds give A_log no gradient either, and not NaN."""
+    inputs = kda_inputs([40], H=2, K=16, V=16)
+    inputs["A_log"] = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    inputs["decay_logit"][::3], inputs["decay_logit"][1::3] = 3e38, -3e38
+    got, want = both(inputs, [40], torch.float32)
+    assert want["d_A_log"].isfinite().all()
+    for name, expected in want.items():
+        assert (got[name] - expected).norm() <= 1e-5 * expected.norm(), name

@@ -465,6 +465,7 @@ def gradient_kernel(
     share = 1.0 / (1.0 + tail)
     d_x = gl.where(live[None, :], d_log * (tail * share * share) * (bound * size), zero)
     channel = gl.arange(0, K, layout=over_k)
+    x = gl.minimum(gl.maximum(x, -1e4), 1e4)  # d_x is zero far out, where x may be inf
     gl.store(d_gate_ptr + program * (2 * K) + channel, gl.sum(d_x * x, 1))
     gl.store(d_gate_ptr + program * (2 * K) + K + channel, gl.sum(d_x, 1) * slope)
     d_logit = d_x * slope

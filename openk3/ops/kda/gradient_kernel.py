@@ -275,6 +275,7 @@ def gradient_kernel(
     small = tl.exp2(tl.abs(x) * -1.4426950408889634)  # the sigmoid's derivative, exact even where it is nearly 0 or 1
     share = 1.0 / (1.0 + small)
     d_x = tl.where(live[None, :], d_log * (small * share * share) * (bound * size), 0.0)
+    x = tl.minimum(tl.maximum(x, -1e4), 1e4)  # d_x is zero far out, where x may be inf
     tl.store(d_gate_ptr + program * (2 * K) + channel, tl.sum(d_x * x, 1))
     tl.store(d_gate_ptr + program * (2 * K) + K + channel, tl.sum(d_x, 1) * slope)
     d_logit = d_x * slope
