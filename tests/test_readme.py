@@ -32,6 +32,8 @@ TINY = {
     ),
 }
 
+SERVE = "openk3 serve runs/mine --port 8000"
+
 
 def blocks(language: str) -> list[str]:
     """The fenced blocks of a language, in order."""
@@ -60,7 +62,7 @@ def newcomer(tmp_path: Path) -> Path:
 
 def test_every_command_runs_in_order(newcomer: Path) -> None:
     """As a newcomer would type them, each in its tiny form; then the Python of the page."""
-    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line != SERVE]
     assert set(TINY) <= set(commands)
     outputs = {command: run(shlex.split(TINY.get(command, command)), newcomer) for command in commands}
     assert "openk3 chat runs/" in outputs["make demo"]
@@ -68,9 +70,31 @@ def test_every_command_runs_in_order(newcomer: Path) -> None:
     assert {path.name for path in started.iterdir()} >= {"model", "metrics.jsonl", "report.html"}
     assert outputs['openk3 generate --prompt "def main("'].startswith("def main(")
     assert "weight_packed" in (newcomer / "out" / "model.safetensors").read_bytes()[:200000].decode("latin-1")
-    code = "\n".join(blocks("python")) + "\nprint(tuple(logits.shape), tuple(o.shape), tuple(state.shape))"
+    code = "\n".join(block for block in blocks("python") if "OpenAI" not in block)
+    code += "\nprint(tuple(logits.shape), tuple(o.shape), tuple(state.shape))"
     assert run([sys.executable, "-c", code], newcomer).strip().startswith("(5, ")
     assert (newcomer / "copy" / "config.json").is_file()
+
+
+def test_the_server_of_the_page_answers_its_client(newcomer: Path, tiny_run: Path) -> None:
+    """The command starts, under the run's name, and the page's Python streams from it; then SIGTERM ends it."""
+    (client,) = (block for block in blocks("python") if "OpenAI" in block)
+    assert SERVE in TEXT and "127.0.0.1:8000" in client
+    shutil.copytree(tiny_run, newcomer / "runs" / "mine")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *shlex.split(SERVE.replace("8000", "0 --cache-gib 0.05"))]
+    server = subprocess.Popen(command, cwd=newcomer, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        greeting = server.stderr.readline()
+        port = greeting.rpartition(":")[2].partition("/")[0]
+        assert greeting.startswith("mine at ") and port.isdecimal(), greeting + server.stderr.read()
+        assert run([sys.executable, "-c", client.replace("8000", port)], newcomer)
+        server.terminate()
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_make_targets_of_the_page_exist() -> None:
@@ -110,7 +134,7 @@ def test_figures_are_computed_ones() -> None:
     assert f"`openk3 quickstart`: {Quickstart().minutes:g} minutes on 2 cores" in TEXT
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "docs/gpu.md"])
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "docs/gpu.md", "docs/serving.md"])
 def test_files_and_names_that_are_mentioned_exist(name: str) -> None:
     """Paths with a folder, and `file.py: name` pairs."""
     text = PROSE if name == "README.md" else (ROOT / name).read_text(encoding="utf-8")
@@ -124,9 +148,9 @@ def test_files_and_names_that_are_mentioned_exist(name: str) -> None:
 
 
 def test_flags_that_are_mentioned_exist() -> None:
-    """Every --flag in README is one of the command's own (`--data`, `--help` and the like)."""
-    source = (ROOT / "openk3" / "commands" / "flags.py").read_text() + (
-        ROOT / "openk3" / "config" / "train.py"
-    ).read_text()
-    for flag in set(re.findall(r"--([a-z][a-z-]+)", TEXT)) - {"help"}:
+    """Every --flag in README and in the page on serving is one of the command's own (`--data`, `--help` and so on)."""
+    files = ("commands/flags.py", "commands/serve_flags.py", "config/train.py")
+    source = "".join((ROOT / "openk3" / name).read_text() for name in files)
+    text = TEXT + (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    for flag in set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}:
         assert re.search(rf"^    {flag.replace('-', '_')}\b", source, re.MULTILINE), flag

@@ -39,6 +39,7 @@ from openk3.serve.server import DrainingServer
 from openk3.serve.service import Service
 
 SECRET = "OPENK3_CACHE_SECRET"
+BACKLOG = 1024
 CPU_CACHE = GIB
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there
 
@@ -101,6 +102,7 @@ def bind(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # who comes before the model is loaded waits
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"--host {config.host} --port {config.port}: cannot listen there ({reason})") from None

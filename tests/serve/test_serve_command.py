@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -84,12 +83,6 @@ def test_a_server_lives_and_drains(tiny_run: Path, tmp_path: Path) -> None:
         assert "1 API keys" in process.stderr.readline()
         headers = {"authorization": "Bearer sk-0123456789abcdef"}
         body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True}
-        for _ in range(100):
-            try:
-                httpx.get(f"{url}/health")
-                break
-            except httpx.ConnectError:
-                time.sleep(0.05)
         assert httpx.get(f"{url}/metrics", headers=headers).text.count("openk3_outer_bytes") == 3
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as response:
             pieces = response.iter_text()
@@ -112,3 +105,13 @@ def test_an_extra_that_is_missing_is_named(tiny_run: Path) -> None:
     assert (
         result.returncode == 2 and "pip install 'openk3[serve]'" in result.stderr and "Traceback" not in result.stderr
     )
+
+
+def test_the_page_lists_every_code_and_route() -> None:
+    """docs/serving.md names each `code` of an error, and each path."""
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "openk3" / "serve").glob("*.py"))
+    codes = set(re.findall(r'code="([a-z_]+)"', sources)) - {"invalid_json", "body_cut_short"}  # plain 400s
+    assert len(codes) > 12 and {code for code in codes if f"`{code}`" not in page} == set()
+    paths = set(re.findall(r'"(/(?:v1/[a-z_/]+|health|metrics))"', sources))
+    assert len(paths) >= 7 and {path for path in paths if f"`{path}`" not in page} == set()

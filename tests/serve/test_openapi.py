@@ -1,0 +1,81 @@
+"""/openapi.json: it says what the routes take, and nothing that a fuzzer makes of it gets a 5xx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from live_server import MODEL, Live, live_server
+
+ROUTES = {
+    "/v1/chat/completions": "ChatRequest",
+    "/v1/completions": "CompletionRequest",
+    "/v1/responses": "ResponsesRequest",
+    "/v1/messages": "MessagesRequest",
+    "/v1/messages/count_tokens": "CountRequest",
+}
+
+
+def test_routes_and_bodies_are_described(live: Live) -> None:
+    """Every POST names its schema, every schema is there, and the errors that a client may meet."""
+    document = httpx.get(f"{live.url}/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path, name in ROUTES.items():
+        route = document["paths"][path]["post"]
+        reference = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert reference == f"#/components/schemas/{name}"
+        assert {"200", "400", "401", "413", "429", "503"} <= set(route["responses"])
+        assert "model" in schemas[name]["required"]
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+    assert set(schemas["ChatRequest"]["properties"]["reasoning_effort"]["enum"]) == {"low", "high", "max", None}
+    assert {"/v1/models", "/v1/models/{name}", "/health", "/metrics"} <= set(document["paths"])
+
+
+def fuzz(live: Live, examples: int) -> dict[int, int]:
+    """Answers by status, of so many generated calls to each route; half of them name the model that is there."""
+    document: Any = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
+    found: dict[int, int] = {}
+    quick = settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    for entry in document.get_all_operations():
+        operation = entry.ok()
+
+        @quick
+        @given(operation.as_strategy(), st.booleans())
+        def check(case: Any, is_named: bool) -> None:
+            if isinstance(case.body, dict) and is_named:
+                lengths = {name: 2 for name in ("max_tokens", "max_output_tokens") if name in case.body}
+                case.body |= {"model": MODEL, **lengths}
+            response = case.call(timeout=60)
+            found[response.status_code] = found.get(response.status_code, 0) + 1
+            assert response.status_code < 500, (case.body, response.text)
+
+        check()
+    return found
+
+
+def test_a_short_fuzz() -> None:
+    """Some calls to each route: answers and refusals, no 5xx, nothing left behind."""
+    with live_server(max_prompts=4) as live:
+        found = fuzz(live, 3)
+        live.wait_until_idle()
+    assert sum(found.values()) >= 3 * len(ROUTES) and found[400] > 0 and found[200] > 0
+
+
+@pytest.mark.slow
+def test_a_long_fuzz() -> None:
+    """Hundreds of calls to each route."""
+    with live_server(max_prompts=4) as live:
+        found = fuzz(live, 400)
+        live.wait_until_idle()
+    print(found)
+    assert found[400] > 0 and found[200] > 0
