@@ -333,9 +333,8 @@ def gradient_kernel(
     tokens_bar, values_bar, rest_bar, states_bar = _barrier(), _barrier(), _barrier(), _barrier()
     fence_async_shared()
     gl.thread_barrier()
-    key, value = (start, head * K), (start, head * V)
+    key, value, written = (start, head * K), (start, head * V), (start - token_low, head * V)
     logit_s, q_s, k_s = _fetch((logit_d, q_d, k_d), (key, key, key), tokens_bar, 3 * C * K)
-    written = (start - token_low, head * V)
     u_s, d_o_s, d_r_s = _fetch((writes_d, d_o_d, d_v_d), (written, value, value), values_bar, 3 * C * V)
     # Both parts of the gradients of the states share the memory of one, and come in halves.
     state = (program * V, 0)
