@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from openk3.ops.backend import on_device
+from openk3.ops.launch import start
 from openk3.ops.mxfp import BLOCK
 from openk3.ops.mxfp8_kernel import (
     ROWS,
@@ -22,8 +23,8 @@ def fused_quantize(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     scale = values.new_empty(*x.shape[:-1], x.shape[-1] // BLOCK)
     if scale.numel():
         with on_device(x):
-            grid = (triton.cdiv(scale.numel(), ROWS),)
-            mxfp8_quantize_kernel[grid](x, values, scale, scale.numel(), rule == "ceil", ROWS, num_warps=WARPS)
+            run = start(mxfp8_quantize_kernel, triton.cdiv(scale.numel(), ROWS))
+            run(x, values, scale, scale.numel(), rule == "ceil", ROWS, num_warps=WARPS)
     return values.view(torch.float8_e4m3fn), scale
 
 
@@ -33,8 +34,8 @@ def fused_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     if scale.numel():
         with on_device(values):
-            grid = (triton.cdiv(scale.numel(), ROWS),)
-            mxfp8_dequantize_kernel[grid](values, scale, out, scale.numel(), ROWS, num_warps=WARPS)
+            run = start(mxfp8_dequantize_kernel, triton.cdiv(scale.numel(), ROWS))
+            run(values, scale, out, scale.numel(), ROWS, num_warps=WARPS)
     return out
 
 
@@ -44,6 +45,6 @@ def fused_round_trip(x: Tensor, rule: str) -> Tensor:
     out, rows = torch.empty_like(x), x.numel() // BLOCK
     if rows:
         with on_device(x):
-            grid = (triton.cdiv(rows, ROWS),)
-            mxfp8_round_trip_kernel[grid](x, out, rows, rule == "ceil", ROWS, num_warps=WARPS)
+            run = start(mxfp8_round_trip_kernel, triton.cdiv(rows, ROWS))
+            run(x, out, rows, rule == "ceil", ROWS, num_warps=WARPS)
     return out

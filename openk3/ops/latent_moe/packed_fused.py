@@ -12,6 +12,7 @@ from openk3.ops.latent_moe import packed_gluon, packed_kernel, packed_rows_gluon
 from openk3.ops.latent_moe.experts_fused import Form, _combine
 from openk3.ops.latent_moe.packed import COLUMNS, GROUP, ExpertTiles, Tiles
 from openk3.ops.latent_moe.route_fused import Plan
+from openk3.ops.launch import start
 
 FEW = 32  # rows of the largest tile that warps multiply without shared memory
 
@@ -90,7 +91,7 @@ class _Launch:
         if kind == "few":
             x = x.view(torch.int32)
         if self.tiles:
-            kernel[(self.tiles * programs,)](x, tiles.codes_EUSW, tiles.scales_EUSX, out, **named, **options)
+            start(kernel, self.tiles * programs)(x, tiles.codes_EUSW, tiles.scales_EUSX, out, **named, **options)
 
 
 KERNELS: dict[str, dict[str, Any]] = {
@@ -104,8 +105,7 @@ def move_columns(x_TC: Tensor) -> Tensor:
     """Columns in the order that the kernels for many rows take; a width that is a multiple of 128."""
     out, rows = torch.empty_like(x_TC), x_TC.numel() // COLUMNS
     if rows:
-        grid = (triton.cdiv(rows, packed_kernel.MOVED_ROWS),)
-        packed_kernel.move_columns_kernel[grid](
+        start(packed_kernel.move_columns_kernel, triton.cdiv(rows, packed_kernel.MOVED_ROWS))(
             x_TC, out, rows, packed_kernel.MOVED_ROWS, num_warps=packed_kernel.MOVED_WARPS
         )
     return out
