@@ -27,6 +27,7 @@ CASES = [
     Case(4097, 128, 8, 512, 512),
     Case(3000, 80, 4, 384, 384, idle=(0, 5, 79)),
     Case(300, 16, 4, 3584, 3072),
+    Case(700, 20, 4, 2560, 2048, idle=(0, 7, 19)),  # products by torch's grouped matmul
     Case(31, 128, 8, 512, 512),
     Case(1, 896, 16, 64, 64),
     Case(700, 5, 3, 200, 136, linear_beta=None),

@@ -13,7 +13,7 @@ from op_checks import random
 from torch import Tensor
 
 from openk3.ops import routing
-from openk3.ops.latent_moe import route_fused
+from openk3.ops.latent_moe import experts_library, route_fused
 from openk3.ops.latent_moe.experts_kernel import rows_of_tile
 from openk3.ops.latent_moe.project_fused import project_and_route, router_logits
 from openk3.ops.latent_moe.route_fused import Choice, Plan, Routed, logits_gradient, route, sort
@@ -108,6 +108,26 @@ def test_experts_against_float64(case: Case) -> None:
     limits = FLOAT32 if case.dtype == torch.float32 else BFLOAT16
     found = errors(case)
     assert all(found[name] < limits[name] for name in found), found
+
+
+def test_experts_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with products by torch's grouped matmul; which way is taken depends on shapes and formats alone."""
+    case = Case(40, 3, 2, 80, 40, idle=(1,))
+    monkeypatch.setattr(experts_library, "LEAST_WIDTH", 40)
+    monkeypatch.setattr(experts_library, "ROWS", 64)
+    made = []
+    weight = experts_library.Library.weight
+    monkeypatch.setattr(experts_library.Library, "weight", lambda *xs: made.append(weight(*xs)) or made[-1])
+    found = errors(case)
+    assert all(found[name] < BFLOAT16[name] for name in found), found
+    assert [x.shape for x in made] == [(3, 80, 40), (3, 40, 80), (3, 40, 80)]
+    assert all(x[0].any() and not x[1].any() for x in made)
+    routed = draw(case)[1]
+    plan, widths = sort(routed, 64), (case.C, case.I)
+    ways = [("hopper", torch.bfloat16, plan), ("ampere", torch.bfloat16, plan), ("hopper", torch.float16, plan)]
+    ways.append(("hopper", torch.bfloat16, sort(routed, 16)))
+    assert [experts_library.is_faster(*way, widths) for way in ways] == [True, False, False, False]
+    assert not experts_library.is_faster(*ways[0], (80, 44)) and not experts_library.is_faster(*ways[0], (80, 32))
 
 
 def test_no_token() -> None:

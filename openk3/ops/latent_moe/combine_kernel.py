@@ -1,4 +1,4 @@
-"""Triton kernels around the experts: the weighted sum of each token's rows with its RMSNorm, and their gradients.
+"""Triton kernels around the experts: the weighted sum of each token's rows with its RMSNorm, and gradients by rows.
 
 Every sum over a token's k rows runs in the order of its choices, in float32.
 """
@@ -7,6 +7,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+
+from openk3.ops.situ_kernel import situ_gradient
 
 
 @triton.jit
@@ -90,6 +92,38 @@ def slot_gradient_kernel(
     tl.store(d_weights + slot, grad, mask=chosen)
 
 
+@triton.jit
+def act_rows_kernel(
+    d, gate, up, weights, slot, d_up, scaled, shares,
+    I: tl.constexpr, BLOCK: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
+    """What `act_gradient_kernel` does behind its product d, of one row: d becomes d_gate, and there is one share."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + tl.load(slot + row))
+    SHORT: tl.constexpr = scaled.dtype.element_ty == tl.bfloat16
+    share = tl.zeros([BLOCK], tl.float32)
+    for low in tl.static_range(0, I, BLOCK):
+        column = low + tl.arange(0, BLOCK)
+        there = column < I
+        at = row * I + column
+        g = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=there, other=0.0).to(tl.float32)
+        by_act = tl.load(d + at, mask=there, other=0.0).to(tl.float32)
+        value, by_gate, by_up = situ_gradient(g, u, BETA, LINEAR, SHORT)
+        value = value.to(scaled.dtype.element_ty).to(tl.float32)  # what w2 saw
+        share += by_act * value
+        by_act *= weight
+        tl.store(d + at, (by_act * by_gate).to(d.dtype.element_ty), mask=there)
+        tl.store(d_up + at, (by_act * by_up).to(d_up.dtype.element_ty), mask=there)
+        tl.store(scaled + at, (value * weight).to(scaled.dtype.element_ty), mask=there)
+    tl.store(shares + row, tl.sum(share, 0))
+
+
+def act_rows_settings(width: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options of `act_rows_kernel`."""
+    return {"I": width, "BLOCK": min(1024, triton.next_power_of_2(width))}, {"num_warps": 4}
+
+
 def row_settings(width: int) -> dict[str, int]:
     """Columns and rows of a program that holds whole rows of `width`: 4096 values of them, or one row."""
     columns = max(16, triton.next_power_of_2(width))
@@ -103,7 +137,12 @@ def row_warps(width: int) -> int:
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile in bfloat16 for latents of 3584 and 512; on every GPU the same."""
-    cases = []
+    constants, options = act_rows_settings(3072)
+    known = dict.fromkeys(("weights", "shares"), "*fp32") | {"slot": "*i32", "BETA": 4.0, "LINEAR": 25.0} | constants
+    arguments = {name: known.get(name, "*bf16") for name in act_rows_kernel.arg_names}
+    cases: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+        (act_rows_kernel, arguments, options | {"num_stages": 3})
+    ]
     for width, k in ((3584, 16), (3584, 8), (512, 8)):
         known = dict.fromkeys(("row",), "*i32") | dict.fromkeys(("weights", "inverse", "d_norm", "shares"), "*fp32")
         known |= row_settings(width) | {"K": k, "CHOICES": triton.next_power_of_2(k), "eps": "fp32"}

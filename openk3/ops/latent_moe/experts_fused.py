@@ -19,6 +19,7 @@ from openk3.ops.latent_moe.experts_kernel import (
     rows_of_tile,
     tile_for,
 )
+from openk3.ops.latent_moe.experts_library import Library, is_faster
 from openk3.ops.latent_moe.route_fused import Plan
 from openk3.ops.launch import start
 
@@ -53,7 +54,7 @@ def tile_rows(z_TC: Tensor, k: int, experts: int) -> int:
 
 
 class _Launch:
-    """Launches over the tiles of one plan."""
+    """Products over the rows of one plan: by kernels, or by the library where that is faster."""
 
     def __init__(self, plan: Plan, sizes: Sizes, form: Form, like: Tensor) -> None:
         self.plan, self.sizes, self.form = plan, sizes, form
@@ -61,6 +62,58 @@ class _Launch:
         M, (C, I, E, k) = len(plan.slot_M), sizes
         self.constants = {"C": C, "I": I, "E": E, "K": k, "BETA": form.beta, "LINEAR": form.linear_beta, "GROUP": GROUP}
         self.tiles = M // plan.tile + min(E, M)  # no plan has more
+        by_library = is_faster(self.kind, like.dtype, plan, (C, I))
+        self.library = Library(plan, k, (form.beta, form.linear_beta)) if by_library else None
+
+    def of_tokens(self, x_TC: Tensor) -> Tensor:
+        """What products of tokens' rows take: the library the rows, the kernels the tokens."""
+        return x_TC if self.library is None else self.library.rows(x_TC)
+
+    def gate_up(self, z: Tensor, w1: Tensor, w3: Tensor, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """gate and up (by the kernels only if they are to be kept) and act; z `of_tokens`."""
+        if self.library is not None:
+            return self.library.gate_up(z, w1, w3)
+        M, I = len(self.plan.slot_M), self.sizes.I
+        act = z.new_empty(M, I)
+        gate, up = z.new_empty(2, M, I).unbind() if keep else (None, None)
+        self.rows("gate_up", (z, w1, w3, gate, up, act), I, self.sizes.C)
+        return gate, up, act
+
+    def down(self, act: Tensor, w2: Tensor) -> Tensor:
+        """y = act w2^T."""
+        if self.library is not None:
+            return self.library.product(act, w2.mT)
+        y = act.new_empty(len(act), self.sizes.C)
+        self.rows("down", (act, w2, y), self.sizes.C, self.sizes.I)
+        return y
+
+    def act_gradient(
+        self, d_u: Tensor, w2: Tensor, gate: Tensor, up: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """d_gate, d_up, p act, and shares of the weights' gradient; d_u `of_tokens`."""
+        if self.library is not None:
+            return self.library.act_gradient(d_u, w2, gate, up, weights)
+        (M, I), C = gate.shape, self.sizes.C
+        d_gate, d_up, scaled = gate.new_empty(3, M, I).unbind()
+        shares = weights.new_empty(self.blocks("act_gradient", I, C), M)
+        self.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
+        return d_gate, d_up, scaled, shares
+
+    def down_weight(self, d_u: Tensor, scaled: Tensor, w2: Tensor) -> Tensor:
+        """d_w2; d_u `of_tokens`."""
+        if self.library is not None:
+            return self.library.weight(d_u, scaled)
+        d_w2 = torch.empty_like(w2)
+        self.weights("down_weight", (d_u, scaled, d_w2), (self.sizes.C, self.sizes.I))
+        return d_w2
+
+    def gate_up_weight(self, d_gate: Tensor, d_up: Tensor, z: Tensor, w1: Tensor) -> tuple[Tensor, Tensor]:
+        """d_w1 and d_w3; z `of_tokens`."""
+        if self.library is not None:
+            return self.library.weight(d_gate, z), self.library.weight(d_up, z)
+        d_w1, d_w3 = torch.empty_like(w1), torch.empty_like(w1)
+        self.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), (self.sizes.I, self.sizes.C))
+        return d_w1, d_w3
 
     def blocks(self, name: str, width: int, depth: int) -> int:
         """Blocks of columns of a row product."""
@@ -150,16 +203,12 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, form: Form, tile: int, *tensors: Tensor) -> Tensor:
         z, weights, w1, w3, w2, norm, *tables = tensors
         plan = _plan(tables, tile)
-        (E, I, C), k, M = w1.shape, weights.shape[1], len(plan.slot_M)
+        (E, I, C), k = w1.shape, weights.shape[1]
         keep = any(ctx.needs_input_grad)
         with on_device(z):
             launch = _Launch(plan, Sizes(C, I, E, k), form, z)
-            act = z.new_empty(M, I)
-            gate, up = z.new_empty(2, M, I).unbind() if keep else (None, None)
-            launch.rows("gate_up", (z, w1, w3, gate, up, act), I, C)
-            y = z.new_empty(M, C)
-            launch.rows("down", (act, w2, y), C, I)
-            u, out, inverse = _combine(y, plan, weights, norm, form.eps)
+            gate, up, act = launch.gate_up(launch.of_tokens(z), w1, w3, keep=keep)
+            u, out, inverse = _combine(launch.down(act, w2), plan, weights, norm, form.eps)
         if keep:
             ctx.save_for_backward(*tensors, gate, up, u, inverse)
             ctx.form, ctx.tile = form, tile
@@ -176,15 +225,12 @@ class _Experts(torch.autograd.Function):
         with on_device(z):
             launch = _Launch(plan, Sizes(C, I, E, k), ctx.form, z)
             d_u, d_norm = _combine_backward(grads[0].contiguous(), u, inverse, norm)
-            d_gate, d_up, scaled = z.new_empty(3, M, I).unbind()
-            shares = weights.new_empty(launch.blocks("act_gradient", I, C), M)
-            launch.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
+            rows = launch.of_tokens(d_u)
+            d_gate, d_up, scaled, shares = launch.act_gradient(rows, w2, gate, up, weights)
             if wanted[4]:
-                d_w2 = torch.empty_like(w2)
-                launch.weights("down_weight", (d_u, scaled, d_w2), (C, I))
+                d_w2 = launch.down_weight(rows, scaled, w2)
             if wanted[2] or wanted[3]:
-                d_w1, d_w3 = torch.empty_like(w1), torch.empty_like(w3)
-                launch.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), (I, C))
+                d_w1, d_w3 = launch.gate_up_weight(d_gate, d_up, launch.of_tokens(z), w1)
             if wanted[0] or wanted[1]:
                 d_rows = z.new_empty(M, C)
                 launch.rows("row_gradient", (d_gate, d_up, w1, w3, d_rows), C, I)
