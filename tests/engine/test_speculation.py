@@ -286,7 +286,7 @@ def test_a_constraint_is_asked_once_for_each_token(params: SamplingParams) -> No
 @pytest.mark.parametrize("config", [SCRIPT, MTP])
 @pytest.mark.parametrize("at", range(2, 8))
 def test_s03_preempted_or_gone_after_each_step(at: int, config: SpeculationConfig) -> None:
-    """S03: preempted after a pass with guesses, right or wrong, while another one is cancelled; both shared a prefix."""
+    """S03: preempted after a pass with guesses, right or wrong, and another one cancelled; all shared a prefix."""
     one = engine(30, step_tokens=12, speculation=config)
     if config is SCRIPT:
         take_script(one, [True, True, False, True, False])
