@@ -12,6 +12,7 @@ from typing import NamedTuple
 from openk3.engine.hybrid_cache import RequestTooLarge
 from openk3.engine.request import Finish, Request, Token
 from openk3.engine.stream import Update
+from openk3.serve.constraints import GrammarError
 from openk3.serve.engine_thread import EngineDown, EngineLost, EngineThread
 from openk3.serve.errors import ApiError, from_value_error
 from openk3.serve.mail import News, Ticket
@@ -48,6 +49,7 @@ class Answers:
         self._thread, self._requests, self._most_unread = thread, requests, most_unread
         self._tickets: list[Ticket] = []
         self._open = set(range(len(requests)))
+        self._ended: set[int] = set()  # by their reader
         self._pieces: deque[Piece] = deque()
         self._num_unread = 0
         self.error: ApiError | None = None
@@ -78,7 +80,8 @@ class Answers:
             while self._pieces:
                 piece = self._pieces.popleft()
                 self._num_unread -= len(piece.tokens)
-                yield piece
+                if piece.choice not in self._ended:
+                    yield piece
             if self.error is not None:
                 raise self.error
             if not self._open:
@@ -88,6 +91,7 @@ class Answers:
 
     def end(self, choice: int) -> None:
         """This choice has ended for its reader; what the engine still says about it is dropped."""
+        self._ended.add(choice)
         if choice in self._open:
             self._open.discard(choice)
             self._thread.cancel(self._tickets[choice])
@@ -141,5 +145,7 @@ def _api_error(finish: Finish) -> ApiError:
         return ApiError(500, str(error), code="engine_failed")
     if error is None:
         return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+    if isinstance(error, GrammarError):  # a schema that was followed for a while, and then asked too much
+        return ApiError(400, f"the schema cannot be followed any further: {error}", code="invalid_schema")
     LOG.error("a request failed in the engine", exc_info=error)
     return ApiError(500, f"the model failed on this request ({type(error).__name__})", code="request_failed")

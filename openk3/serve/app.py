@@ -46,9 +46,7 @@ def make_app(service: Service) -> FastAPI:
     _add_small_routes(app, service)
 
     async def refuse(http: Request, error: Exception) -> Response:
-        known = error if isinstance(error, ApiError) else _of_starlette(error)
-        service.metrics.refused(_route_name(http), known.status)
-        return error_response(http.url.path, known)
+        return error_response(http.url.path, error if isinstance(error, ApiError) else _of_starlette(error))
 
     app.add_exception_handler(ApiError, refuse)
     app.add_exception_handler(HTTPException, refuse)
@@ -109,12 +107,6 @@ def _add_small_routes(app: FastAPI, service: Service) -> None:
         }
         text = service.metrics.text(service.thread.stats(), gauges)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _route_name(http: Request) -> str:
-    """The path if it is one of ours: metrics keep no names that clients make up."""
-    path = http.url.path
-    return path if any(path == dialect.path for dialect in DIALECTS) else "other"
 
 
 def _of_starlette(error: Exception) -> ApiError:

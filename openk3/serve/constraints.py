@@ -37,7 +37,10 @@ class Constraints:
 
     def follow(self, rules: TurnRules) -> TurnConstraint:
         """A fresh constraint for one answer. Raises GrammarError for a schema that llguidance does not know."""
-        text = turn_grammar(rules)
+        try:
+            text = turn_grammar(rules)
+        except RecursionError:
+            raise GrammarError("the schema is nested too deeply") from None
         if len(text) > MAX_GRAMMAR:
             raise GrammarError(f"the schema makes a grammar of more than {MAX_GRAMMAR:,} characters; make it smaller")
         with self._lock:

@@ -46,7 +46,7 @@ class Doorman:
                 await self._app(scope, receive, watched)
                 return
             except Exception:  # a fault of ours: the client gets an error object, the log gets the traceback
-                LOG.exception("%s %s failed", scope["method"], scope["path"])
+                LOG.exception("%s %r failed", scope["method"], scope["path"])
                 if has_started:
                     raise
                 error = ApiError(500, "the server failed on this request; its log says more", code="internal_error")

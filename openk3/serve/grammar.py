@@ -12,7 +12,6 @@ from openk3.inputs.xtml import CLOSE, OPEN, SEP, escape
 _KINDS = ("string", "number", "boolean", "null", "object", "array")
 _SPACE = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,40}"}}  # a model may not fill an answer with it
 _DEFINITIONS = ("$defs", "definitions", "$schema")
-_MAX_REFERENCES = 16
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,34 @@ def turn_grammar(rules: TurnRules) -> str:
 
 def value_kinds(schema: Any, root: Mapping[str, Any]) -> list[str]:
     """The JSON types that a value may have; all if the schema does not say."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, Mapping) or "$ref" not in schema:
-            break
-        schema = _referred(str(schema["$ref"]), root)
-    if not isinstance(schema, Mapping):
-        return list(_KINDS)
-    if "enum" in schema or "const" in schema:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-        found = [_kind(value) for value in values]
-    elif "type" in schema:
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        found = ["number" if name == "integer" else name for name in types]
-    else:
-        members = schema.get("anyOf") or schema.get("oneOf") or []
-        found = [kind for member in members for kind in value_kinds(member, root)] if isinstance(members, list) else []
+    found = _kinds(schema, root, {})
     return [kind for kind in _KINDS if kind in found] or list(_KINDS)
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], known: dict[str, set[str]]) -> set[str]:
+    """Each reference is followed once: one that leads back to itself adds nothing."""
+    if not isinstance(schema, Mapping):
+        return set(_KINDS)
+    if "$ref" in schema:
+        reference = str(schema["$ref"])
+        if reference not in known:
+            known[reference] = set()
+            known[reference] = _kinds(_referred(reference, root), root, known)
+        return known[reference]
+    if isinstance(schema.get("enum"), list) or "const" in schema:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
+        return {_kind(value) for value in values}
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return {"number" if name == "integer" else str(name) for name in types}
+    members = _members(schema)
+    return set().union(*(_kinds(member, root, known) for member in members)) if members else set(_KINDS)
+
+
+def _members(schema: Mapping[str, Any]) -> list[Any]:
+    """Of a union."""
+    members = schema.get("anyOf") or schema.get("oneOf")
+    return members if isinstance(members, list) else []
 
 
 class _Lark:
@@ -113,7 +124,7 @@ def _arguments(out: _Lark, schema: Any) -> str:
         closed = isinstance(schema, Mapping) and schema.get("additionalProperties") is False
         return "" if closed else f"{_any_argument(out)}*"
     required = schema.get("required")
-    names = set(required) if isinstance(required, list) else set()
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     parts = []
     for key, value in schema["properties"].items():
         argument = out.rule(" | ".join(_argument(out, key, kind, value, schema) for kind in value_kinds(value, schema)))
@@ -141,7 +152,7 @@ def _value(out: _Lark, kind: str, schema: Any, root: Mapping[str, Any]) -> str:
         return out.json({**defs, **plain})
     if isinstance(plain.get("enum"), list):
         return out.json({"enum": [value for value in plain["enum"] if _kind(value) == kind]})
-    members = [m for m in plain.get("anyOf") or plain.get("oneOf") or [] if kind in value_kinds(m, root)]
+    members = [member for member in _members(plain) if kind in value_kinds(member, root)]
     if members:
         return out.json({**defs, "anyOf": members})
     rest = {name: value for name, value in plain.items() if name != "$ref"}

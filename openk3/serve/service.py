@@ -32,7 +32,7 @@ from openk3.serve.metrics import Metrics
 from openk3.serve.sse import EventStream, wait_until_gone
 
 LOG = logging.getLogger(__name__)
-PREPARERS = 2  # threads that tokenise and read images
+PREPARERS = 4  # threads that tokenise and read images
 GONE = 499  # in metrics and logs: the client went away
 Result = TypeVar("Result")
 
@@ -113,10 +113,14 @@ class Service:
 
     async def handle(self, http: HttpRequest, dialect: Dialect) -> Response:
         """Answer one call. Raises ApiError for all that goes wrong before the answer begins."""
-        visit = Visit(self, dialect.path, self.gate.admit(http.headers))
         try:
-            body = read_model(await read_body(http, self.config), dialect.body)
-            call = await self.in_pool(lambda: dialect.prepare(self, body, visit.lease.caller))
+            visit = Visit(self, dialect.path, self.gate.admit(http.headers))
+        except ApiError as error:
+            self.metrics.refused(dialect.path, error.status)
+            raise
+        try:
+            data = await read_body(http, self.config)
+            call = await self.in_pool(lambda: dialect.prepare(self, read_model(data, dialect.body), visit.lease.caller))
             if isinstance(call, dict):
                 visit.status = 200
                 visit.end()

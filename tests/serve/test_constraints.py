@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from live_server import BYTES, CLOSE, END, MODEL, OPEN, SEP, Live, turn
 
 from openk3.serve.constraints import Constraints, GrammarError
@@ -184,6 +186,62 @@ def test_names_cannot_break_out_of_the_grammar() -> None:
 
 
 PICK = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from(["string", "#/$defs/a", "#", "a", "(", '"', "x\n"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "properties", "required", "enum", "const", "anyOf", "oneOf", "$ref", "$defs", "a", "items"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.dictionaries(st.sampled_from(["type", "properties", "required", "$defs", "anyOf", "enum"]), VALUES, max_size=4)
+)
+def test_any_schema_is_followed_or_refused(schema: dict[str, Any]) -> None:
+    """As a tool's parameters and as the answer's: a grammar or one line, never another error."""
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"p": schema}, **schema}}
+    for rules in (TurnRules(False, answer=schema), TurnRules(False, (tool,), (1, 1))):
+        try:
+            constraint = CONSTRAINTS.follow(rules)
+            constraint.allowed([])
+        except GrammarError as error:
+            assert "\n" not in str(error)
+
+
+def test_references_that_multiply_or_never_end() -> None:
+    """Each is followed once, so that ten to the tenth are no more than ten; a chain that is too long is refused."""
+    many = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}] * 10} for n in range(10)}
+    root = {"$defs": {**many, "a10": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a0"}]}}}
+    assert value_kinds({"$ref": "#/$defs/a0"}, root) == ["string"]
+    chain = {f"c{n}": {"$ref": f"#/$defs/c{n + 1}"} for n in range(5000)}
+    parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/c0"}}, "$defs": chain}
+    with pytest.raises(GrammarError):
+        CONSTRAINTS.follow(TurnRules(False, ({"name": "f", "parameters": parameters},), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"enum": []}, {"type": "string", "minLength": 5, "maxLength": 2}, {"type": "integer", "minimum": 5, "maximum": 3}],
+)
+def test_schemas_that_nothing_fits_are_the_clients_fault(live: Live, schema: dict[str, Any]) -> None:
+    """400 at once or when it shows, whole and streamed; never a 5xx, and the engine goes on."""
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    answer = live.chat("x", response_format=form, **OFF)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_schema", answer.text
+
+
 TOOL: list[Any] = [{"type": "function", "function": {"name": "get", "parameters": PICK}}]
 CHOICE = {"type": "function", "function": {"name": "get"}}
 OFF = {"thinking": {"type": "disabled"}, "max_tokens": 600}

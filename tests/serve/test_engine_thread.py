@@ -12,11 +12,15 @@ import pytest
 from live_server import TOKENIZER, tiny_engine
 
 from openk3.engine.engine import Engine
-from openk3.engine.request import Request, SamplingParams
+from openk3.engine.request import Request, SamplingParams, Token
+from openk3.engine.stream import Update
 from openk3.serve import health
 from openk3.serve.answers import Answers
 from openk3.serve.engine_thread import EngineDown, EngineThread
 from openk3.serve.errors import ApiError
+from openk3.serve.mail import Ticket
+from openk3.serve.turn_reader import TurnReader
+from openk3.serve.turns import read_turns
 
 PROMPT = TOKENIZER.encode("hello")
 
@@ -197,6 +201,39 @@ def test_who_reads_too_slowly_is_cut_off() -> None:
         assert got < 60 and stats is not None and stats.num_pages_held == 0
 
     run(tiny_engine, work)
+
+
+def test_pieces_behind_the_end_of_a_choice_are_dropped() -> None:
+    """Two steps bring news before they are read; the first one ends the choice for its reader."""
+
+    class Held:
+        """Stands for a thread: keeps sinks and cancels."""
+
+        def __init__(self) -> None:
+            self.sinks, self.cancelled = [], 0
+
+        def submit(self, request: Any, sink: Any) -> Any:
+            self.sinks.append(sink)
+            return Ticket(sink)
+
+        def cancel(self, ticket: Any) -> None:
+            self.cancelled += 1
+
+    async def work() -> None:
+        held = Held()
+        answers = Answers(held, [request(), request()], 100)  # pyrefly: ignore
+        answers.submit()
+        readers = [TurnReader(TOKENIZER, "response", ["b"]), TurnReader(TOKENIZER, "response", ["b"])]
+        ids = [Token(token, 0.0) for token in TOKENIZER.encode("ab")]
+        for sink in held.sinks:
+            for _ in range(3):
+                sink((Update(None, tuple(ids), (), None), None))  # pyrefly: ignore
+        found = [
+            (choice, [d.text for d in deltas], reason) async for choice, deltas, reason in read_turns(readers, answers)
+        ]
+        assert found == [(0, ["a"], "stop"), (1, ["a"], "stop")] and held.cancelled == 2
+
+    asyncio.run(work())
 
 
 def test_a_call_that_is_refused_leaves_nothing() -> None:
