@@ -35,14 +35,28 @@ def allocate(model: nn.Module, *, dtype: torch.dtype, device: torch.device | str
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype: expected a floating-point one such as torch.bfloat16, got {dtype!r}")
+    joint = _joint_memory(model, dtype, device)
     for name, old in [*model.named_parameters(), *model.named_buffers()]:
         path, _, leaf = name.rpartition(".")
         kind = stored_dtype(name, dtype) if old.is_floating_point() else old.dtype
-        new = torch.empty(old.shape, dtype=kind, device=device)
+        new = joint[name] if name in joint else torch.empty(old.shape, dtype=kind, device=device)
         if isinstance(old, nn.Parameter):
             model.get_submodule(path).register_parameter(leaf, nn.Parameter(new))
         else:
             model.get_submodule(path).register_buffer(leaf, new)
+
+
+def _joint_memory(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    """Memory of weights that a module multiplies the same input by, its `joint` ones: one behind the other."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        names = [name for name in getattr(module, "joint", ()) if getattr(module, name) is not None]
+        rows = [module.get_submodule(name).weight.shape[0] for name in names]
+        if names:
+            width = module.get_submodule(names[0]).weight.shape[1]
+            parts = torch.empty(sum(rows), width, dtype=dtype, device=device).split(rows)
+            found |= {f"{path}.{name}.weight": part for name, part in zip(names, parts)}
+    return found
 
 
 def keeping_float32(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,8 @@ class ShortConv(nn.Module):
 class KimiDeltaAttention(nn.Module):
     """S <- Diag(alpha) S;  S <- S + beta k (v - S^T k)^T;  o = S^T q  (report eqs. 1, 2, 5, 6)."""
 
+    joint = ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")  # maps of the layer's input, odd widths last
+
     def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         linear = config.linear_attn_config
@@ -72,8 +76,8 @@ class KimiDeltaAttention(nn.Module):
         Sequences of one token that come first take a decoding step, whatever the others of the pass have. Where tokens
         may be refused, states stay as they are, and inputs are kept for `replay`.
         """
-        maps = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, self.g_proj)
-        q_TC, k_TC, v_TC, narrow_TK, beta_TH, gate_TC = joint_linear(x_TD, [each.weight for each in maps])
+        weights = [cast(nn.Linear, getattr(self, name)).weight for name in self.joint]
+        q_TC, k_TC, v_TC, gate_TC, narrow_TK, beta_TH = joint_linear(x_TD, weights)
         projected = Projected(q_TC, k_TC, v_TC, self.f_b_proj(narrow_TK), beta_TH)
         if trace.wants("decay"):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))

@@ -28,6 +28,8 @@ LATENT_NORM_EPS = 1e-6  # the released code builds both latent norms with its cl
 class GatedMLA(nn.Module):
     """y = W_o [sigmoid(W_g x) * softmax(q k^T / sqrt(dim)) v]  (report eq. 7)."""
 
+    joint = ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")  # maps of the layer's input
+
     def __init__(self, config: TextConfig, layer: int) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.num_attention_heads
@@ -52,8 +54,8 @@ class GatedMLA(nn.Module):
         trace: Trace = NO_TRACE,
     ) -> Tensor:
         """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
-        maps = (self.q_a_proj, self.kv_a_proj_with_mqa, *([self.g_proj] if self.g_proj is not None else []))
-        narrow_TC, joint_TC, *gate_TC = joint_linear(x_TD, [each.weight for each in maps])
+        maps = (self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
+        narrow_TC, joint_TC, *gate_TC = joint_linear(x_TD, [each.weight for each in maps if each is not None])
         q_THK = self.q_b_proj(self.q_a_layernorm(narrow_TC)).unflatten(-1, (self.heads, -1))
         latent_TC = self._latent(joint_TC)
         if cache is None:

@@ -33,6 +33,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class DenseFFN(nn.Module):
     """W_down SiTU-GLU(W_gate x, W_up x): the first layer's feed-forward part and the shared experts."""
 
+    joint = ("gate_proj", "up_proj")  # maps of the part's input
+
     def __init__(self, config: TextConfig, inner: int) -> None:
         super().__init__()
         self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta

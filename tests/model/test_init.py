@@ -108,3 +108,13 @@ def test_only_floating_point_models(dtype: object) -> None:
     """Names and integer formats are refused in one line."""
     with pytest.raises(ValueError, match="dtype: expected a floating-point one such as torch.bfloat16, got"):
         K3.build(CONFIG, dtype=dtype)  # pyrefly: ignore
+
+
+def test_maps_of_one_input_lie_together() -> None:
+    """Weights that multiply the same input are one piece of memory, in the order in which they are used."""
+    model = K3.build(CONFIG, seed=0)
+    for module in model.modules():
+        weights = [module.get_submodule(name).weight for name in getattr(module, "joint", ())]
+        ends = [weight.data_ptr() + weight.numel() * weight.element_size() for weight in weights]
+        assert [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
+        assert len({weight.untyped_storage().data_ptr() for weight in weights}) <= 1

@@ -50,3 +50,17 @@ def test_autocast_and_errors() -> None:
     assert x.grad is not None and x.grad.dtype == torch.float32
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         joint_linear(x, [torch.ones(2, 5), torch.ones(2, 6)])
+
+
+def test_weights_that_lie_together() -> None:
+    """Without gradients one product of all, if each begins where the last one ends; values as of separate maps."""
+    block, x = random(12, 6), random(3, 6, seed=1)
+    with torch.no_grad():
+        outs = joint_linear(x, block.split([5, 1, 6]))
+        assert [y.data_ptr() - outs[0].data_ptr() for y in outs] == [0, 5 * 8, 6 * 8]
+        for got, weight in zip(outs, block.split([5, 1, 6])):
+            torch.testing.assert_close(got, F.linear(x, weight), rtol=1e-13, atol=1e-13)
+        for others in ((block[6:], block[:6]), (block[:5], block[6:]), (block[:5], block[5:].clone())):
+            assert joint_linear(x, others)[1].is_contiguous()
+        many = random(257, 6)
+        assert joint_linear(many, (block[:5], block[5:]))[1].is_contiguous()
