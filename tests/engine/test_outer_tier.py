@@ -301,6 +301,32 @@ def test_weights_change_while_a_state_is_swapped() -> None:
     assert one.is_empty()
 
 
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_s03_a_state_after_a_failed_pass_is_not_kept(interrupt: bool) -> None:
+    """S03: states have moved on without the books when a pass stops between two layers: everybody starts again."""
+    one = engine(tier=tier(), step_tokens=8, checkpoint_pages=0)
+    streams = [one.submit(greedy(prompt(13, n), 7)) for n in range(2)]
+    for _ in range(6):
+        one.step()
+    layer = one._loop.runner.cache.layers[1]
+    write = layer.write
+
+    def failing(*arguments: Any) -> None:
+        write(*arguments)
+        del layer.write
+        raise KeyboardInterrupt if interrupt else RuntimeError("out of memory")
+
+    layer.write = failing
+    try:
+        one.step()
+    except KeyboardInterrupt:
+        assert interrupt
+    assert "write" not in vars(layer) and one.stats().num_preempted == 2 and one.stats().num_swapped == 0
+    for stream in streams:
+        verify(stream.result(), stream.job)
+    assert one.is_empty()
+
+
 @pytest.mark.parametrize("failing", [(), ("has",), ("get",), ("put",), ("remove",), ("has", "get", "put", "remove")])
 def test_a_store_that_fails(failing: tuple[str, ...]) -> None:
     """Or lies about what it has: answers are right, failures are counted, and nobody waits for ever."""
