@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from page_runner import POISON, Driven, PageRunner
+from page_runner import DRAFT, POISON, Driven, PageRunner
 
 from openk3.config.serve import EngineConfig
 from openk3.engine.hybrid_cache import HybridCache
@@ -25,6 +25,7 @@ class NamedEngine:
         self.pages = PageRunner(books)
         self.first_token: dict[Job, int] = {}
         self.works: list[Work] = []
+        self.most_drafts = 0  # each pass has up to so many guesses for a job, of which some are right
 
     def submit(
         self,
@@ -46,8 +47,11 @@ class NamedEngine:
 
     def step(self) -> list[Work]:
         """One pass; every rule is checked before and after it."""
+        for job in self.scheduler.running:
+            job.num_drafts = self._num_drafts(job)
         self.works = self.scheduler.schedule()
         self.check()
+        assert all(work.num_drafts <= max(0, work.job.num_drafts) for work in self.works)
         assert sum(work.num_tokens for work in self.works) <= self.config.step_tokens
         assert len({work.job for work in self.works}) == len(self.works)
         for work in self.works:
@@ -89,16 +93,45 @@ class NamedEngine:
         job, cache = work.job, work.job.cache
         assert cache is not None and cache.num_computed == work.start
         driven = Driven(cache, job.token_ids, job.request.tenant, job.prompt.spans, [self._root(job)])
-        self.pages._extend(driven, work.end)
+        self.pages._extend(driven, work.num_known)
         self.pages.read(driven)
+        self._write(driven, work.start, work.num_known)
+        if work.num_drafts:
+            self._write(driven, work.num_known, work.end)
+        else:
+            self._enter(driven, work.end)
+
+    def _write(self, driven: Driven, start: int, end: int) -> None:
+        """Rows of tokens: their names, or of guesses nothing that anybody may read."""
         size = self.pages.shape.page_tokens
-        for t in range(work.start, work.end):
-            page = cache.pages[t // size]
-            self.pages.rows[page][t % size] = driven.names[t + 1]
+        for t in range(start, end):
+            page = driven.cache.pages[t // size]
+            self.pages.rows[page][t % size] = driven.names[t + 1] if t + 1 < len(driven.names) else DRAFT
             self.pages.states[page] = (POISON, POISON)
-        for group, page in enumerate(cache.states):
-            self.pages._write_state(page, (group, driven.names[work.end]))
-        self.books.computed(cache, work.end)
+
+    def _enter(self, driven: Driven, end: int) -> None:
+        for group, page in enumerate(driven.cache.states):
+            self.pages._write_state(page, (group, driven.names[end]))
+        self.books.computed(driven.cache, end)
+
+    def _num_drafts(self, job: Job) -> int:
+        if job.num_left != 1 or job.cache is None or job.cache.plan is not None:
+            return 0
+        most = min(
+            (job.request.params.max_tokens or 0) - job.num_answer - 1, self.books.largest_request - job.num_tokens
+        )
+        return max(0, min(most, (job.rank[1] + self.scheduler.step) % (self.most_drafts + 1)))
+
+    def _settle(self, work: Work) -> None:
+        """Rows and states of the guesses that were right."""
+        job, cache = work.job, work.job.cache
+        assert cache is not None
+        driven = Driven(cache, job.token_ids, job.request.tenant, job.prompt.spans, [self._root(job)])
+        self.pages._extend(driven, job.num_tokens - 1)
+        self._write(driven, work.num_known, job.num_tokens - 1)
+        while job.num_left > 1:
+            self._enter(driven, self.books.checkpoints.next_stop(cache, job.num_tokens - 1))
+            self._land(job)
 
     def _root(self, job: Job) -> int:
         return self.pages._intern(("root", job.request.tenant))
@@ -107,9 +140,12 @@ class NamedEngine:
         job = work.job
         if work.samples:
             self.first_token.setdefault(job, self.scheduler.step)
-            token = sum(job.token_ids) % 7
-            job.token_ids.append(token)
-            job.chain.append([token])
+            for _ in range(1 + (sum(job.token_ids) + self.scheduler.step) % (work.num_drafts + 1)):
+                token = sum(job.token_ids) % 7
+                job.token_ids.append(token)
+                job.chain.append([token])
+        if work.num_drafts:
+            self._settle(work)
         over = job.num_tokens > self.books.largest_request
         if over or (work.end >= job.num_prompt and job.num_answer == job.request.params.max_tokens):
             self.scheduler.remove(job)

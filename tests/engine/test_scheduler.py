@@ -156,10 +156,12 @@ def test_only_those_who_come_soon_enough_overtake(patience: int) -> None:
     budget=st.integers(2, 24),
     num_decoding=st.integers(1, 20),
     prompts=st.lists(st.integers(2, 60), min_size=1, max_size=6),
+    drafts=st.sampled_from((0, 0, 3, 7)),
 )
-def test_bound_on_decoding(budget: int, num_decoding: int, prompts: list[int]) -> None:
-    """D jobs with one token left have it within ceil(D / (3 B // 4)) steps, whatever prompts there are."""
+def test_bound_on_decoding(budget: int, num_decoding: int, prompts: list[int], drafts: int) -> None:
+    """D jobs with one token left have it within ceil(D / (3 B // 4)) steps, whatever prompts and guesses there are."""
     one = engine(step_tokens=budget)
+    one.most_drafts = drafts
     decoding = [one.submit(tokens(n, 1), answer=30) for n in range(num_decoding)]
     while not all(job.num_answer for job in decoding):
         one.step()
@@ -180,10 +182,12 @@ def test_bound_on_decoding(budget: int, num_decoding: int, prompts: list[int]) -
     num_decoding=st.integers(0, 12),
     hogs=st.lists(st.integers(100, 400), min_size=1, max_size=3),
     shorts=st.lists(st.integers(2, 30), min_size=1, max_size=5),
+    drafts=st.sampled_from((0, 0, 3, 7)),
 )
-def test_bound_on_first_tokens(budget: int, num_decoding: int, hogs: list[int], shorts: list[int]) -> None:
-    """Every short prompt is through after ceil(4 W / 3 R) + 1 steps and those that checkpoints cost."""
+def test_bound_on_first_tokens(budget: int, num_decoding: int, hogs: list[int], shorts: list[int], drafts: int) -> None:
+    """Every short prompt is through after ceil(4 W / 3 R) + 1 steps and those that checkpoints cost, drafts or not."""
     one = engine(step_tokens=budget)
+    one.most_drafts = drafts
     decoding = [one.submit(tokens(n, 1), answer=300) for n in range(num_decoding)]
     while not all(job.num_answer for job in decoding):
         one.step()

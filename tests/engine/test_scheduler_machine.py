@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         checkpoint_pages=st.integers(0, 2),
         patience=st.integers(0, 9),
+        drafts=st.integers(0, 9),
     )
     def build(
         self,
@@ -42,12 +43,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         checkpoint_pages: int,
         patience: int,
+        drafts: int,
     ) -> None:
-        """From a pool that one request fills to one that rarely evicts."""
+        """From a pool that one request fills to one that rarely evicts; without guesses, or with up to nine."""
         shape = PageShape(hash_tokens * blocks, hash_tokens, 1, groups, 1)
         pages = shape.latent_pages(34 + room) + groups * (1 + room // 12)
         config = CacheConfig(shape, pages, max_requests=5, max_tokens=60, checkpoint_pages=checkpoint_pages)
         self.engine = NamedEngine(HybridCache(config), budget, patience)
+        self.engine.most_drafts = drafts
 
     @rule(
         shared=st.sampled_from((0, 3, 9, 13, 20, 24)),
