@@ -27,7 +27,7 @@ GROUPS = {
     "Train": {
         "pretrain": "train from a recipe (tiny, small, medium, k3) on your files, or resume a run",
         "tokenizer": "train a tokenizer, or show how a text is cut into tokens",
-        "bench": "measure how fast a recipe trains here, and where the time goes",
+        "bench": "measure how fast a recipe trains here, or how fast an engine answers",
     },
     "Look and convert": {
         "plan": "parameters, FLOPs, cache and memory of a model, without building it",

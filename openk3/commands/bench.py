@@ -1,4 +1,4 @@
-"""`openk3 bench train`: how fast a recipe trains on this machine, and where the time of a step goes."""
+"""`openk3 bench train`: how fast a recipe trains on this machine, and where the time of a step goes; and `serve`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 import json
 import time
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from openk3 import recipes
+from openk3.commands import bench_serve
+from openk3.commands.bench_flags import BenchServe, BenchTrain
 from openk3.commands.errors import UserError
 from openk3.commands.memory import TRAINING_BYTES, require_memory
 from openk3.config.train import DataConfig, PretrainConfig
@@ -25,12 +27,12 @@ from openk3.train.flops import model_flops, utilisation
 from openk3.train.state import TrainState
 from openk3.train.step import next_token_loss, train_step
 
-if TYPE_CHECKING:  # the flags' parser is not needed to measure
-    from openk3.commands.flags import Bench
 
-
-def run(flags: Bench) -> None:
-    """Train a few steps on random tokens and print what they took."""
+def run(flags: BenchTrain | BenchServe) -> None:
+    """Train a few steps on random tokens and print what they took; `serve` has its own file."""
+    if isinstance(flags, BenchServe):
+        bench_serve.run(flags)
+        return
     config = complete(flags)
     require_memory(flags.recipe, config.model, TRAINING_BYTES, pick_device(config.device))
     tune_cpu()
@@ -38,7 +40,7 @@ def run(flags: Bench) -> None:
     print(json.dumps(found, indent=2) if flags.json else "\n".join(table(found)))
 
 
-def complete(flags: Bench) -> PretrainConfig:
+def complete(flags: BenchTrain) -> PretrainConfig:
     """The recipe with the sizes that the flags name. Raises UserError."""
     for name in ("context", "micro_batch", "micro_batches", "steps"):
         if getattr(flags, name) < 0 or (name == "steps" and not flags.steps):
@@ -53,7 +55,7 @@ def complete(flags: Bench) -> PretrainConfig:
     return dataclasses.replace(config, data=data, device=flags.device, dtype=flags.dtype, seed=flags.seed, workers=1)
 
 
-def measure(config: PretrainConfig, flags: Bench) -> dict[str, Any]:
+def measure(config: PretrainConfig, flags: BenchTrain) -> dict[str, Any]:
     """Build the model, warm up, time `steps` steps and profile one."""
     state = TrainState.around(random_model(config), config)
     batches = random_batches(config)

@@ -19,6 +19,7 @@ import tyro
 from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
 
 from openk3 import recipes
+from openk3.commands.bench_flags import Bench
 from openk3.commands.errors import UserError
 from openk3.commands.flag_kinds import Run, Seed, unset
 from openk3.commands.serve_flags import Serve
@@ -130,35 +131,6 @@ class Plan:
     """Tokens of one forward and backward pass, for the roofline of training."""
     json: bool = False
     """Print one JSON object instead of the table."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measure on random tokens how fast a recipe trains here: tokens per second, MFU, memory, and time by operation.
-
-    example: openk3 bench train small --micro-batches 2
-    """
-
-    what: Positional[Annotated[Literal["train"], arg(metavar="train", help="The only thing measured so far.")]]
-    recipe: Positional[Annotated[str, arg(metavar="RECIPE", help=f"One of {', '.join(recipes.NAMES)}.")]]
-    context: Annotated[int, unset("INT", "the recipe's")] = 0
-    """Length of every sequence, in tokens."""
-    micro_batch: Annotated[int, unset("INT", "the recipe's")] = 0
-    """Tokens of one forward and backward pass."""
-    micro_batches: Annotated[int, unset("INT", "the recipe's")] = 0
-    """Forward and backward passes of a step."""
-    steps: int = 5
-    """Steps to time; the median counts."""
-    warmups: int = 2
-    """Steps before them; the first ones compile kernels."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Number format of the model; auto is bfloat16 on a GPU, float32 on a CPU."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], arg(help="Where to run; auto takes a GPU if there is one.")] = (
-        "auto"
-    )
-    json: bool = False
-    """Print one JSON object instead of the table."""
-    seed: Seed = 0
 
 
 @dataclass(frozen=True)
