@@ -17,7 +17,7 @@ from small_models import small_model
 from torch import Tensor
 
 from openk3.config.http import ServerConfig
-from openk3.config.serve import CacheConfig, EngineConfig, PageShape
+from openk3.config.serve import CacheConfig, EngineConfig, PageShape, SpeculationConfig
 from openk3.engine.engine import Engine
 from openk3.engine.request import Constraint, Request
 from openk3.engine.stream import Update
@@ -96,12 +96,12 @@ class Slow(Engine):
         return super().step()
 
 
-def tiny_engine(num_pages: int = 2048, max_requests: int = 64) -> Slow:
+def tiny_engine(num_pages: int = 2048, max_requests: int = 64, speculation: SpeculationConfig | None = None) -> Slow:
     """Pages of 32 tokens."""
     model = tiny_model()
     shape = PageShape.of(model.config, page_tokens=32, hash_tokens=8, value_bytes=4)
     cache_config = CacheConfig(shape, num_pages, max_requests, max_tokens=2048)
-    return Slow(model, EngineConfig(cache_config, step_tokens=512))
+    return Slow(model, EngineConfig(cache_config, step_tokens=512, speculation=speculation))
 
 
 @dataclass
