@@ -305,9 +305,10 @@ def test_weights_change_while_a_state_is_swapped() -> None:
 def test_s03_a_state_after_a_failed_pass_is_not_kept(interrupt: bool) -> None:
     """S03: states have moved on without the books when a pass stops between two layers: everybody starts again."""
     one = engine(tier=tier(), step_tokens=8, checkpoint_pages=0)
-    streams = [one.submit(greedy(prompt(13, n), 7)) for n in range(2)]
-    for _ in range(6):
+    streams = [one.submit(greedy(prompt(13, n), 9)) for n in range(2)]
+    for _ in range(7):
         one.step()
+    assert all(stream.job.num_computed % 2 for stream in streams), "checkpoints are there: nothing would be kept anyway"
     layer = one._loop.runner.cache.layers[1]
     write = layer.write
 
