@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from named_outside import NamedFetch
 from page_runner import DRAFT, POISON, Driven, PageRunner
 
 from openk3.config.serve import EngineConfig
@@ -12,7 +13,7 @@ from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job, Prompt, Status, Work
 from openk3.engine.prefix_keys import ImageSpan
 from openk3.engine.request import Request, SamplingParams
-from openk3.engine.scheduler import Scheduler
+from openk3.engine.scheduler import Scheduler, name_again
 
 
 class NamedEngine:
@@ -49,6 +50,7 @@ class NamedEngine:
         """One pass; every rule is checked before and after it."""
         for job in self.scheduler.running:
             job.num_drafts = self._num_drafts(job)
+        self._fetch()
         self.works = self.scheduler.schedule()
         self.check()
         assert all(work.num_drafts <= max(0, work.job.num_drafts) for work in self.works)
@@ -80,7 +82,19 @@ class NamedEngine:
     def idle(self) -> bool:
         """Whether nobody is left and all pages can be had."""
         nobody = not self.scheduler.running and not self.scheduler.waiting
-        return nobody and self.books.pool.num_available == self.books.config.num_pages
+        outside = self.pages.outside is None or self.pages.outside.idle()
+        return nobody and outside and self.books.pool.num_available == self.books.config.num_pages
+
+    def _fetch(self) -> None:
+        """What lies outside is there at once, for every job that waits."""
+        outside = self.pages.outside
+        for job in self.scheduler.waiting if outside is not None else ():
+            assert outside is not None
+            if job.fetch is not None:
+                job.fetch.close()
+            name_again(self.books, job)
+            most = min(job.most_hit, job.num_tokens - 1)
+            job.fetch = NamedFetch(outside, outside.stage(job.chain, most, job.swapped))
 
     def _land(self, job: Job) -> None:
         assert job.cache is not None

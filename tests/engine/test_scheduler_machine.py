@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from named_engine import NamedEngine
+from named_outside import NamedOutside
 
 from openk3.config.serve import CacheConfig, EngineConfig, PageShape
+from openk3.engine.block_pool import PageKind
 from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job, Status
 from openk3.engine.prefix_keys import ImageSpan, image_digest
@@ -32,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         checkpoint_pages=st.integers(0, 2),
         patience=st.integers(0, 9),
         drafts=st.integers(0, 9),
+        outside=st.booleans(),
     )
     def build(
         self,
@@ -44,13 +49,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         checkpoint_pages: int,
         patience: int,
         drafts: int,
+        outside: bool,
     ) -> None:
-        """From a pool that one request fills to one that rarely evicts; without guesses, or with up to nine."""
+        """From a pool that one request fills to one that rarely evicts; with guesses and memory outside, or without."""
         shape = PageShape(hash_tokens * blocks, hash_tokens, 1, groups, 1)
         pages = shape.latent_pages(34 + room) + groups * (1 + room // 12)
         config = CacheConfig(shape, pages, max_requests=5, max_tokens=60, checkpoint_pages=checkpoint_pages)
         self.engine = NamedEngine(HybridCache(config), budget, patience)
         self.engine.most_drafts = drafts
+        self.outside = NamedOutside(self.engine.pages) if outside else None
 
     @rule(
         shared=st.sampled_from((0, 3, 9, 13, 20, 24)),
@@ -99,6 +106,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Of all, not only the last in rank."""
         self.engine.scheduler.preempt(self._pick(data, self.engine.scheduler.running))
         self.engine.check()
+
+    @rule(count=st.sampled_from((1, 5, 99)))
+    def evict(self, count: int) -> None:
+        """The longest idle pages."""
+        pool = self.engine.books.pool
+        pool.unpin(pool.allocate([PageKind.STATE] * min(pool.num_available, pool.num_free + count)))
+        self.engine.check()
+
+    @precondition(lambda self: self.outside is not None)
+    @rule(seed=st.integers(0, 99), swaps=st.booleans())
+    def lose_outside(self, seed: int, swaps: bool) -> None:
+        """Some entries; and perhaps no more states of preempted jobs."""
+        assert self.outside is not None
+        chance, self.outside.swaps = Random(seed), swaps
+        for key in list(self.outside.entries):
+            if chance.random() < 0.3:
+                del self.outside.entries[key]
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
