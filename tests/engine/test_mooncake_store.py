@@ -9,11 +9,13 @@ from pathlib import Path
 
 import fake_mooncake
 import pytest
+from checked_engine import engine, greedy, verify
+from engine_model import prompt
 from fake_mooncake import FakeStore, Master
 from test_disk_store import get, named
 
 from openk3.config.model import ConfigError
-from openk3.config.outer_tier import MooncakeConfig
+from openk3.config.outer_tier import MooncakeConfig, TierConfig
 from openk3.engine.mooncake_store import MooncakeStore
 from openk3.engine.store import StoreError
 
@@ -58,6 +60,18 @@ def test_a_full_store(master: Master) -> None:
     master.objects[f"openk3/{named(7)[0].hex()}"] = bytes(1 << 17)
     assert get(store, named(7)[0], 1 << 17) is None
     store.close()
+
+
+def test_engines_of_two_machines(master: Master) -> None:
+    """What one has computed and given up, the other one starts from; the answer is that of plain K3.forward."""
+    one, other = (engine(tier=TierConfig(1 << 20, load="always"), store=MooncakeStore(CONFIG)) for _ in range(2))
+    for machine, want in ((one, 0), (other, 32)):
+        stream = machine.submit(greedy([*prompt(32), want]))
+        verify(stream.result(), stream.job)
+        assert stream.result().num_cached == want
+        one.close()
+    assert other.is_empty()
+    other.close()
 
 
 def test_no_master(master: Master) -> None:
