@@ -95,20 +95,24 @@ class DepthStream:
     def read_normed(self, query: DepthQuery, norm: RMSNorm) -> Tensor:
         """norm(read(query)) [T, D]; kernels do both, and the sum of the last write, in one pass over the sources."""
         closing = self._num_writes % self.writes_per_block == 0
-        if not self._fused or self.partial is None or norm.eps != query.eps or (closing and self._upcoming):
+        alone = self.partial is None and (len(self.sources) == 1 or bool(self._upcoming))
+        if not self._fused or alone or norm.eps != query.eps or (closing and self._upcoming):
             return norm(self.read(query))
         self._num_reads += 1
-        if self._has_phase_one():
+        if self.partial is not None and self._has_phase_one():
             one = self._phase_one.pop(0)
             normed_TD, newest_TD = merge_normed(
                 one[1:], self.partial, one.vector_D, norm.weight, eps=norm.eps, addend_TD=self._unsummed
             )
             self._settle(newest_TD)
             return normed_TD
-        found = mix_depth_normed(
-            [*self.sources, self.partial], query.proj, query.norm, norm.weight, norm.eps, addend_TD=self._unsummed
-        )
-        self._settle(found.newest_TD)
+        sources = self.sources if self.partial is None else [*self.sources, self.partial]
+        found = mix_depth_normed(sources, query.proj, query.norm, norm.weight, norm.eps, addend_TD=self._unsummed)
+        if self.partial is None:
+            self.sources = [*found.earlier, found.newest_TD]
+        else:
+            self.sources, self.partial = found.earlier, found.newest_TD
+            self._settle(found.newest_TD)
         self.trace.depth(query.layer, query.site, found.probs_TL)
         return found.normed_TD
 

@@ -19,6 +19,7 @@ class NormedMix(NamedTuple):
     mixed_TD: torch.Tensor | None  # if asked for
     newest_TD: torch.Tensor  # the last source, with what was added to it
     probs_TL: torch.Tensor
+    earlier: list[torch.Tensor]  # all other sources, as later reads should take them
 
 
 def mix_depth(
@@ -58,7 +59,8 @@ def mix_depth_normed(
 
     `addend_TD`, if given, is added to the last source first: the sum is the last source that is mixed, and is
     returned as `newest_TD`. Kernels do all of it in one pass over the sources; the mixture itself is written only if
-    `keep_mixed`. Raises ValueError if there is no source.
+    `keep_mixed`. If a later read takes `earlier` and `newest_TD` as its sources, in place of those given here, kernels
+    also add up the gradients that sources have from many reads. Raises ValueError if there is no source.
     """
     if not sources:
         raise ValueError("sources: need at least one depth source")
@@ -66,16 +68,15 @@ def mix_depth_normed(
     if len(dtypes) == 1 and fuses(sources):
         from openk3.ops.attn_res_fused import Wanted, mix
 
-        wanted = Wanted(keep_mixed, True, eps)
-        mixed_TD, normed_TD, newest_TD, probs_TL = mix(
-            sources, (query_D, norm_weight_D, out_weight_D), wanted, addend_TD
-        )
-        assert normed_TD is not None
-        return NormedMix(normed_TD, mixed_TD, newest_TD, probs_TL)
+        wanted = Wanted(keep_mixed, True, eps, passed=True)
+        found = mix(sources, (query_D, norm_weight_D, out_weight_D), wanted, addend_TD)
+        assert found.normed_TD is not None
+        *earlier, newest_TD = found.sources
+        return NormedMix(found.normed_TD, found.mixed_TD, newest_TD, found.probs_TL, earlier)
     newest_TD = sources[-1] if addend_TD is None else sources[-1] + addend_TD
     mixed_TD, probs_TL = mix_depth([*sources[:-1], newest_TD], query_D, norm_weight_D, eps)
     normed_TD = rms_norm(mixed_TD, out_weight_D, eps)
-    return NormedMix(normed_TD, mixed_TD if keep_mixed else None, newest_TD, probs_TL)
+    return NormedMix(normed_TD, mixed_TD if keep_mixed else None, newest_TD, probs_TL, list(sources[:-1]))
 
 
 def fuses(sources: Sequence[torch.Tensor]) -> bool:
@@ -99,9 +100,9 @@ def _mixed_by_kernel(
     for source_TD in sources[1:]:
         kind = torch.promote_types(kind, source_TD.dtype)
     rows = [source_TD.to(kind) for source_TD in sources]
-    mixed_TD, _, _, probs_TL = mix(rows, (query_D, norm_weight_D, None), Wanted(True, False, eps))
-    assert mixed_TD is not None
-    return mixed_TD.to(sources[0].dtype), probs_TL
+    found = mix(rows, (query_D, norm_weight_D, None), Wanted(True, False, eps))
+    assert found.mixed_TD is not None
+    return found.mixed_TD.to(sources[0].dtype), found.probs_TL
 
 
 class _MixDepth(torch.autograd.Function):

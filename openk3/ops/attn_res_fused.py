@@ -15,7 +15,13 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from openk3.ops import attn_res_gluon, attn_res_gradient_gluon, attn_res_kernel, attn_res_phase_kernel
+from openk3.ops import (
+    attn_res_gluon,
+    attn_res_gradient_gluon,
+    attn_res_kernel,
+    attn_res_narrow_kernel,
+    attn_res_phase_kernel,
+)
 from openk3.ops.attn_res_kernel import (
     BACKWARD_WARPS,
     FORWARD_WARPS,
@@ -29,11 +35,15 @@ from openk3.ops.kda.gluon_launch import launch
 
 
 class Wanted(NamedTuple):
-    """What a call is to return beside the weights, and the norms' eps."""
+    """What a call is to return beside the weights, and the norms' eps.
+
+    `passed`: the sources again, for later reads to take, which then hand their gradients to this one to be added.
+    """
 
     mixed: bool
     normed: bool
     eps: float
+    passed: bool = False
 
 
 @lru_cache(maxsize=8)
@@ -67,6 +77,19 @@ def _streams(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
+def _narrow(sources: Sequence[Tensor], addend: Tensor | None) -> bool:
+    """Whether the kernels for narrow rows can take these: 16-bit values of one format, few enough of them."""
+    rows = sources if addend is None else (*sources, addend)
+    tokens, width = rows[0].shape
+    return (
+        len(sources) <= attn_res_narrow_kernel.MOST_SOURCES
+        and rows[0].dtype in (torch.bfloat16, torch.float16)
+        and len({x.dtype for x in rows}) == 1
+        and width <= attn_res_narrow_kernel.MOST_WIDTH
+        and tokens <= attn_res_narrow_kernel.MOST_TOKENS
+    )
+
+
 def _padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """As many pointers as the Triton kernels have places for; unused ones repeat the first."""
     return (*tensors, *(tensors[0] for _ in range(MOST_SOURCES - len(tensors))))
@@ -82,19 +105,30 @@ def _launch(
         kernel[(programs,)](*arguments, **constants, **options)
 
 
-def _run_forward(wanted: Wanted, weights: Sequence[Tensor | None], addend: Tensor | None, sources: Sequence[Tensor]):
-    """(mixed, normed, newest, probs, scores, rrms); weights = query, norm weight, out weight or None."""
+def _run_forward(
+    wanted: Wanted, weights: Sequence[Tensor | None], addend: Tensor | None, sources: Sequence[Tensor], narrow: bool
+) -> tuple[Any, ...]:
+    """(mixed, normed, newest, probs, scores, rrms); weights = query, norm weight, out weight or None.
+
+    The last three are [T, L]; where rows are narrow one piece of memory, [3, L, T].
+    """
     (T, D), L = sources[0].shape, len(sources)
     x, out_weight = sources[0], weights[2]
     mixed = torch.empty_like(x) if wanted.mixed else None
     normed = x.new_empty(T, D, dtype=torch.promote_types(x.dtype, out_weight.dtype)) if out_weight is not None else None
     newest = None if addend is None else torch.empty_like(x)
-    stats = x.new_empty(3, T, L, dtype=torch.float32).unbind()
-    tensors = (addend, *weights, newest, mixed, normed, *stats)
+    stats = x.new_empty(3, L, T, dtype=torch.float32).mT if narrow else x.new_empty(3, T, L, dtype=torch.float32)
+    stats = stats.unbind()
+    tensors = (addend, *weights, newest, mixed, normed, *stats[: 1 if narrow else 3])
     if T == 0:
         return mixed, normed, newest, *stats
     with on_device(x):
-        if _streams((*sources, addend)) and L <= attn_res_gluon.MOST_SOURCES:
+        if narrow:
+            how = attn_res_narrow_kernel.settings(D)
+            arguments = tuple(sources), *tensors, T, wanted.eps, wanted.eps
+            programs = triton.cdiv(T, how.constants["ROWS"])
+            _launch(attn_res_narrow_kernel.narrow_forward_kernel, programs, arguments, *how)
+        elif _streams((*sources, addend)) and L <= attn_res_gluon.MOST_SOURCES:
             constants, how = attn_res_gluon.forward_constants(D, L, addend is not None)
             programs = min(T, how.programs * _multiprocessors(x.device))
             arguments = tuple(sources), *tensors, T, wanted.eps, wanted.eps
@@ -106,32 +140,56 @@ def _run_forward(wanted: Wanted, weights: Sequence[Tensor | None], addend: Tenso
 
 
 class _Backward(NamedTuple):
-    """What the backward kernels read: gradients of the results (or None), parameters, sources, what was kept."""
+    """What the backward kernels read: gradients of the results (or None), parameters, sources, what was kept.
+
+    `later` are the gradients that sources have from later reads, the newest one's last.
+    """
 
     d_mixed: Tensor | None
     d_normed: Tensor | None
-    d_newest: Tensor | None
+    later: Sequence[Tensor | None]
     query: Tensor
     norm_weight: Tensor
     out_weight: Tensor | None
     sources: Sequence[Tensor]
     stats: Sequence[Tensor]
 
+    def run_narrow(self, needed: Sequence[bool], eps: float) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """As `run`, by the kernels for narrow rows."""
+        x, how = self.sources[0], attn_res_narrow_kernel.settings(self.sources[0].shape[1])
+        T, D = x.shape
+        grads = [torch.empty_like(source) if need else None for source, need in zip(self.sources, needed)]
+        places = tuple(source if grad is None else grad for source, grad in zip(self.sources, grads))
+        later = tuple(source if d is None else d for source, d in zip(self.sources, self.later))
+        given_later = [d is not None for d in self.later]
+        wanted, added = (sum(bit << i for i, bit in enumerate(row)) for row in (needed, given_later))
+        most = attn_res_narrow_kernel.PROGRAMS * _multiprocessors(x.device)
+        programs = min(triton.cdiv(T, how.constants["ROWS"]), most)
+        out_weight = None if self.d_normed is None else self.out_weight
+        d_vectors = x.new_empty(programs, D, dtype=torch.float32)
+        d_outs = None if out_weight is None else torch.empty_like(d_vectors)
+        given = self.query, self.norm_weight, out_weight, self.d_mixed, self.d_normed, self.stats[0], d_vectors, d_outs
+        constants = how.constants | {"WANTED": wanted, "LATER": added}
+        with on_device(x):
+            arguments = tuple(self.sources), later, places, *given, T, eps
+            _launch(attn_res_narrow_kernel.narrow_backward_kernel, programs, arguments, constants, how.options)
+            return grads, self._vectors(d_vectors, d_outs, out_weight)
+
     def run(self, needed: Sequence[bool], eps: float) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Gradients of the sources that need one, and of query, norm weight and out weight."""
-        x = self.sources[0]
+        x, d_newest = self.sources[0], self.later[-1]
         (T, D), L = x.shape, len(self.sources)
         grads = [torch.empty_like(source) if need else None for source, need in zip(self.sources, needed)]
         places = [source if grad is None else grad for source, grad in zip(self.sources, grads)]
         wanted = sum(need << i for i, need in enumerate(needed))
         streams = _streams((*self.sources, self.d_mixed, self.d_normed)) and L <= attn_res_gluon.MOST_SOURCES
-        kind = (self.d_normed is not None, self.d_newest is not None)
+        kind = (self.d_normed is not None, d_newest is not None)
         constants, how = attn_res_gradient_gluon.backward_constants(D, L, wanted, *kind) if streams else ({}, None)
         programs = min(T, (how.programs if how else 1) * _multiprocessors(x.device))
         out_weight = None if self.d_normed is None else self.out_weight
         d_vectors = x.new_empty(programs, D, dtype=torch.float32)
         d_outs = None if out_weight is None else torch.empty_like(d_vectors)
-        given = (self.query, self.norm_weight, out_weight, self.d_mixed, self.d_normed, self.d_newest)
+        given = (self.query, self.norm_weight, out_weight, self.d_mixed, self.d_normed, d_newest)
         given = (*given, *self.stats, d_vectors, d_outs, T)
         with on_device(x):
             if how is not None:
@@ -141,6 +199,9 @@ class _Backward(NamedTuple):
                 arguments = _padded(self.sources), _padded(places), *given, L, wanted, eps
                 flags = attn_res_kernel.constants(D, BACKWARD_WARPS)
                 _launch(attn_res_kernel.mix_backward_kernel, programs, arguments, *flags)
+            for grad, d in zip(grads[:-1], self.later[:-1]):
+                if grad is not None and d is not None:
+                    grad += d
             return grads, self._vectors(d_vectors, d_outs, out_weight)
 
     def _vectors(self, d_vectors: Tensor, d_outs: Tensor | None, out_weight: Tensor | None) -> list[Tensor | None]:
@@ -154,19 +215,22 @@ class _Backward(NamedTuple):
 
 
 class _MixDepth(torch.autograd.Function):
-    """Query, norm weight, out weight or None, addend or None, sources; mixed, normed, the newest source, weights."""
+    """Query, norm weight, out weight or None, addend or None, sources; mixed, normed, the newest source, weights.
+
+    With `wanted.passed` also all sources but the newest, or all where nothing is added to the last one.
+    """
 
     @staticmethod
     def forward(ctx: Any, wanted: Wanted, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         weights, addend, sources = tensors[:3], tensors[3], [x for x in tensors[4:] if x is not None]
-        mixed, normed, newest, *stats = _run_forward(wanted, weights, addend, sources)
-        if newest is not None:
-            sources[-1] = newest
-        ctx.save_for_backward(*weights, *stats, *sources)
+        narrow = _narrow(sources, addend)
+        mixed, normed, newest, *stats = _run_forward(wanted, weights, addend, sources, narrow)
+        passed = sources if newest is None else sources[:-1]
+        ctx.save_for_backward(*weights, *stats, *passed, *([] if newest is None else [newest]))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats[0])
-        ctx.eps = wanted.eps
-        return mixed, normed, newest, stats[0]
+        ctx.eps, ctx.narrow = wanted.eps, narrow
+        return mixed, normed, newest, stats[0], *(passed if wanted.passed else ())
 
     @staticmethod
     @once_differentiable
@@ -174,33 +238,46 @@ class _MixDepth(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, norm_weight, out_weight, *rest = ctx.saved_tensors
         stats, sources = rest[:3], rest[3:]
-        d_mixed, d_normed, d_newest = (None if d is None else d.contiguous() for d in grads[:3])
+        d_mixed, d_normed, d_newest, _, *later = (None if d is None else d.contiguous() for d in grads)
+        later += [None] * (len(sources) - len(later))
+        later[-1] = d_newest if later[-1] is None else later[-1]
         needed = list(ctx.needs_input_grad[5:])
         for_addend = ctx.needs_input_grad[4]
         needed[-1] = needed[-1] or for_addend
+        d_weights: Sequence[Tensor | None] = (None, None, None)
         if d_mixed is None and d_normed is None:
-            d_last = d_newest if needed[-1] else None
-            return (None,) * 4 + (d_last if for_addend else None,) + (None,) * (len(sources) - 1) + (d_last,)
-        if len(sources[0]) == 0:
+            d_sources = [d if need else None for d, need in zip(later, needed)]
+        elif len(sources[0]) == 0:
             d_sources = [torch.empty_like(source) if need else None for source, need in zip(sources, needed)]
             d_weights = [torch.zeros_like(x) if x is not None else None for x in (query, norm_weight, out_weight)]
         else:
-            job = _Backward(d_mixed, d_normed, d_newest, query, norm_weight, out_weight, sources, stats)
-            d_sources, d_weights = job.run(needed, ctx.eps)
-        d_addend = d_sources[-1] if for_addend else None
-        return (None, *d_weights, d_addend, *d_sources)
+            job = _Backward(d_mixed, d_normed, later, query, norm_weight, out_weight, sources, stats)
+            d_sources, d_weights = (job.run_narrow if ctx.narrow else job.run)(needed, ctx.eps)
+        return None, *d_weights, d_sources[-1] if for_addend else None, *d_sources
+
+
+class Mixed(NamedTuple):
+    """What `mix` returns: mixture and its norm if wanted, weights, and the sources to be read from now on."""
+
+    mixed_TD: Tensor | None
+    normed_TD: Tensor | None
+    probs_TL: Tensor
+    sources: list[Tensor]  # the newest one last, with what was added to it
 
 
 def mix(
     sources: Sequence[Tensor], weights: Sequence[Tensor | None], wanted: Wanted, addend: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """(mixed, normed, newest source, probs), sources of one dtype; weights: query, norm weight, out weight or None."""
+) -> Mixed:
+    """Mix sources of one dtype; weights: query, norm weight, out weight or None."""
     rows = [x.contiguous() for x in sources]
     parameters = [None if x is None else x.contiguous() for x in weights]
-    mixed, normed, newest, probs = _MixDepth.apply(
+    wanted = wanted._replace(passed=wanted.passed and torch.is_grad_enabled() and any(x.requires_grad for x in rows))
+    mixed, normed, newest, probs, *passed = _MixDepth.apply(
         wanted, *parameters, None if addend is None else addend.contiguous(), *rows
     )
-    return mixed, normed, sources[-1] if newest is None else newest, probs
+    if not wanted.passed:
+        passed = rows if newest is None else rows[:-1]
+    return Mixed(mixed, normed, probs, [*passed, *([] if newest is None else [newest])])
 
 
 def inter_block(

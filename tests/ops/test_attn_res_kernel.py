@@ -10,7 +10,7 @@ from op_checks import random
 from torch import Tensor
 
 from openk3.config.model import ConfigError
-from openk3.ops import attn_res_gluon, attn_res_gradient_gluon
+from openk3.ops import attn_res_gluon, attn_res_gradient_gluon, attn_res_narrow_kernel
 from openk3.ops.attn_res import inter_block, merge_normed, merge_partial, mix_depth, mix_depth_normed
 from openk3.ops.attn_res_fused import obstacle
 
@@ -74,8 +74,48 @@ def test_equals_the_definition(L: int, T: int, D: int, normed: bool, added: bool
         torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * max(1.0, float(b.detach().abs().max())))
 
 
+@pytest.fixture(params=["narrow", "wide"])
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rows of 16 bits go through the kernels for narrow ones, or through those for all."""
+    if request.param == "wide":
+        monkeypatch.setattr(attn_res_narrow_kernel, "MOST_WIDTH", 0)
+    return request.param
+
+
+def chain(inputs: list[Tensor], passed: bool) -> list[Tensor]:
+    """Three reads of growing sources, with sums before two of them, and all gradients; later reads may take what
+    earlier ones pass on.
+    """
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    query, norm_weight, out_weight, addend, *sources = leaves
+    first = mix_depth_normed(sources[:2], query, norm_weight, out_weight, EPS, addend_TD=addend)
+    known = [*first.earlier, first.newest_TD] if passed else [sources[0], sources[1] + addend]
+    second = mix_depth_normed([*known, sources[2]], query, norm_weight, out_weight, EPS)
+    known = [*second.earlier, second.newest_TD] if passed else [*known, sources[2]]
+    third = mix_depth_normed(known, query, norm_weight, out_weight, EPS, addend_TD=sources[3])
+    last = [*third.earlier, third.newest_TD] if passed else [*known[:-1], known[-1] + sources[3]]
+    mixed, _ = mix_depth(last, query, norm_weight, EPS)
+    outputs = [first.normed_TD, second.normed_TD, third.normed_TD, mixed]
+    factors = [random(*x.shape, seed=60 + n).bfloat16().to(x.dtype) for n, x in enumerate(outputs)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, factors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sources_passed_from_read_to_read(dtype: torch.dtype, width: str) -> None:
+    """Gradients that sources have from several reads are added up on the way, as autograd would; not less exactly."""
+    inputs = case(4, 6, 48, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENK3_BACKEND", "reference")
+        want = chain([x.double() for x in inputs], passed=False)
+        same = chain([x.double() for x in inputs], passed=True)
+    assert all(torch.equal(a, b) for a, b in zip(want, same, strict=True))
+    limit = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for a, b in zip(chain(inputs, passed=True), want, strict=True):
+        assert a.dtype == dtype and float((a.double() - b).detach().norm() / b.detach().norm()) < limit
+
+
 @pytest.mark.parametrize(("dtype", "roundings"), [(torch.bfloat16, 1), (torch.float16, 3)])
-def test_half_precision(dtype: torch.dtype, roundings: float) -> None:
+def test_half_precision(dtype: torch.dtype, roundings: float, width: str) -> None:
     """As close to float64 as roundings allow: one of most results, three of a norm. In float16 the interpreter cuts
     digits off instead."""
     inputs = case(4, 9, 64, dtype)
@@ -85,7 +125,7 @@ def test_half_precision(dtype: torch.dtype, roundings: float) -> None:
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_gradients_behind_a_norm_in_bfloat16(added: bool) -> None:
+def test_gradients_behind_a_norm_in_bfloat16(added: bool, width: str) -> None:
     """No further from float64 than rounding them is (2^-9 by the root of 3, of values between powers of two), small
     sources beside large ones too. The sum before has to be exact: float64 does not round it."""
     inputs = case(5, 5, 256, torch.bfloat16)
