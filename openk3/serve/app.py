@@ -22,9 +22,10 @@ from openk3.serve.messages import COUNT, MESSAGES
 from openk3.serve.openapi import describe_bodies
 from openk3.serve.responses import RESPONSES
 from openk3.serve.service import Dialect, Service, new_id
+from openk3.serve.tokenize import DETOKENIZE, TOKENIZE, tokenizer_info
 
 LOG = logging.getLogger(__name__)
-DIALECTS: tuple[Dialect, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT)
+DIALECTS: tuple[Dialect, ...] = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT, TOKENIZE, DETOKENIZE)
 ANTHROPIC = "/v1/messages"
 
 
@@ -91,6 +92,11 @@ def _add_small_routes(app: FastAPI, service: Service) -> None:
         service.gate.identify(http.headers)
         service.check_model(name)
         return described()
+
+    @app.get("/tokenizer_info", summary="Names of the tokens that begin and end a text")
+    async def info(http: Request) -> dict[str, Any]:
+        service.gate.identify(http.headers)
+        return tokenizer_info(service)
 
     @app.get("/health", summary="200 while requests are taken, else 503 and why")
     async def health() -> JSONResponse:

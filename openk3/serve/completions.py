@@ -102,6 +102,7 @@ class _Writer:
         self._scored: list[Token] = []
         self._decoder = call.tokenizer.decoder()
         self._offset = 0  # characters of the tokens that were told
+        self._num_echoed = len(echo.text) if call.body.echo else 0
 
     def add(self, scored: Iterable[Token], delta: Delta) -> None:
         """News of the choice."""
@@ -133,7 +134,8 @@ class _Writer:
             number = token if isinstance(token, int) else token.id
             rows["tokens"].append(describe(tokenizer, number)[0])
             rows["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.feed(number))
+            if number < tokenizer.num_ranks or self._offset < self._num_echoed:
+                self._offset += len(self._decoder.feed(number))
             rows["token_logprobs"].append(None if isinstance(token, int) else finite(token.logprob))
             top = None if isinstance(token, int) else {describe(tokenizer, i)[0]: finite(p) for i, p in token.top}
             rows["top_logprobs"].append(top)

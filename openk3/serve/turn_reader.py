@@ -123,14 +123,17 @@ class TurnReader:
 
 
 class TextReader:
-    """A plain continuation: text without control tokens, up to a stop text."""
+    """A plain continuation: text without control tokens, up to a stop text.
+
+    Control tokens have no text, but their log-probabilities are told: clients count on one row for each token.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._num_ranks = tokenizer.num_ranks
         self._decoder = tokenizer.decoder()
         self._stops = StopMatcher(stops)
-        self._waiting: list[tuple[int, Token]] = []
-        self._num_read = self._num_told = 0
+        self._waiting: list[tuple[int, Token]] = []  # tokens, with the place of their first character
+        self._num_read = self._num_told = 0  # characters
         self.num_tokens = 0
 
     @property
@@ -145,8 +148,8 @@ class TextReader:
             if self.is_over:
                 break
             self.num_tokens += 1
+            self._waiting.append((self._num_read, token))
             if token.id < self._num_ranks:
-                self._waiting.append((self._num_read, token))
                 piece = self._decoder.feed(token.id)
                 self._num_read += len(piece)
                 text += self._stops.feed(piece)
@@ -154,7 +157,10 @@ class TextReader:
 
     def finish(self) -> Delta:
         """The answer is over: what was held back."""
-        return self._told(self._stops.feed(self._decoder.finish()) + self._stops.finish())
+        delta = self._told(self._stops.feed(self._decoder.finish()) + self._stops.finish())
+        rest = () if self.is_over else tuple(token for _, token in self._waiting)
+        self._waiting.clear()
+        return delta._replace(logprobs=delta.logprobs + rest)
 
     def finish_reason(self, reason: str) -> str:
         """OpenAI's word for how it ended, from the engine's."""

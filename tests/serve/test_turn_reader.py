@@ -131,7 +131,7 @@ def test_plain_text_is_cut_by_stops_and_keeps_no_control_token() -> None:
     reader = TextReader(BYTES, ["ww"])
     deltas = [reader.feed([token]) for token in tokens(f"né{SEP}w")] + [reader.finish()]
     assert "".join(delta.text for delta in deltas) == "néw"
-    assert [len(delta.logprobs) for delta in deltas] == [1, 0, 2, 0, 0, 1] and reader.finish_reason(
+    assert [len(delta.logprobs) for delta in deltas] == [1, 0, 2, 0, 0, 2] and reader.finish_reason(
         "length"
     ) == "length"
     cut = TextReader(BYTES)
