@@ -80,10 +80,12 @@ def test_editable_install_is_found_beside_a_folder_of_the_same_name(source: Path
 
 
 def test_constraints_pin_what_is_asked_for() -> None:
-    """Each pin lies in the range of pyproject.toml, and every dependency of the core and of development has one."""
+    """Each pin lies in the range of pyproject.toml; every dependency of core, server and development has one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    wanted = [line.partition(";")[0] for line in lines]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["serve"], *extras["dev"], *extras["harness"]]
+    assert "openk3[serve]" in lines
+    wanted = [line.partition(";")[0].replace("[api]", "") for line in lines if line != "openk3[serve]"]
     names = {line.partition(">=")[0] for line in wanted}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     assert names <= set(pins)
