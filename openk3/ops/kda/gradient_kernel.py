@@ -119,14 +119,14 @@ def _exponent(first, tokens, live, slope, shift):
 
 
 @triton.jit
-def _sums(x, ones, PARTS: tl.constexpr):
-    """x @ ones for float32 x: exactly in float32, or in that many bfloat16 parts of x where ones are bfloat16."""
+def _sums(x, ones):
+    """x @ ones for float32 x: exactly in float32, or in three bfloat16 parts of x where ones are bfloat16."""
     if ones.dtype == tl.float32:
         total = tl.dot(x, ones, input_precision="ieee")
     else:
         part = x.to(tl.bfloat16)
         total = tl.dot(part, ones)
-        for _ in tl.static_range(PARTS - 1):
+        for _ in tl.static_range(2):
             x -= part.to(tl.float32)
             part = x.to(tl.bfloat16)
             total = tl.dot(part, ones, total)
@@ -237,7 +237,7 @@ def gradient_kernel(
     gate = (bound * 1.4426950408889634) / (1.0 + tl.exp2(x * -1.4426950408889634))
     gate = tl.where(live[None, :], gate, 0.0)
     middle = 0.5 * tl.sum(gate, 1)
-    total = _sums(gate, upper, 3) - middle[:, None]
+    total = _sums(gate, upper) - middle[:, None]
     half = tl.exp2(middle)
     k = _columns(k_at, tokens, live)
     k_norm = tl.rsqrt(tl.sum(k * k, 0) + _EPS)
@@ -270,7 +270,7 @@ def gradient_kernel(
     d_k += d_ki * tl.exp2(-total)
     d_q = d_qd * (tl.exp2(total) * scale)
 
-    d_log = _sums(d_log, tl.trans(upper), 2) + carried[:, None]
+    d_log = _sums(d_log, tl.trans(upper)) + carried[:, None]
     x = _exponent(logit_at, tokens, live, slope, shift)
     small = tl.exp2(tl.abs(x) * -1.4426950408889634)  # the sigmoid's derivative, exact even where it is nearly 0 or 1
     share = 1.0 / (1.0 + small)
