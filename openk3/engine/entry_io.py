@@ -88,7 +88,7 @@ class EntryIO:
     def write(self, entry: Entry) -> None:
         """To the store, some time; until then it stays in memory. Whatever comes of it, nobody tries again."""
         self._memory.pin([entry])
-        entry.clean = True
+        self._memory.mark_clean(entry)
         self.writer.submit(self._write, entry)
 
     def remove(self, names: Sequence[bytes]) -> None:

@@ -42,6 +42,7 @@ class HostMemory:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # longest unused first
         self._leaving: dict[Entry, None] = {}  # pinned, and found by nobody
         self._reserved = 0
+        self._pinned = self._spare = self._dirty = 0  # bytes of what is found by name: in use; clean and not; not clean
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,27 +51,23 @@ class HostMemory:
     def pinned_bytes(self) -> int:
         """Of entries in use, and what is reserved."""
         with self.lock:
-            pinned = [entry for entry in self._entries.values() if entry.pins]
-            return self._reserved + sum(entry.data.nbytes for entry in [*pinned, *self._leaving])
+            return self._reserved + self._pinned + sum(entry.data.nbytes for entry in self._leaving)
 
     @property
     def dirty_bytes(self) -> int:
         """Of entries that would be lost."""
-        with self.lock:
-            return sum(entry.data.nbytes for entry in self._entries.values() if not entry.clean)
+        return self._dirty
 
     def reserve(self, num_bytes: int) -> bool:
         """Make room by giving up clean entries that nobody uses; if that is too little, nothing happens: false."""
         with self.lock:
-            spare = [entry for entry in self._entries.values() if entry.clean and not entry.pins]
-            excess = self.used_bytes + num_bytes - self.limit_bytes
-            if excess > sum(entry.data.nbytes for entry in spare):
+            if self.used_bytes + num_bytes - self._spare > self.limit_bytes:
                 return False
-            for entry in spare:
-                if excess <= 0:
-                    break
-                excess -= entry.data.nbytes
-                self._drop(entry)
+            for entry in list(self._entries.values()) if self.used_bytes + num_bytes > self.limit_bytes else ():
+                if entry.clean and not entry.pins:
+                    self._drop(entry)
+                    if self.used_bytes + num_bytes <= self.limit_bytes:
+                        break
             self.used_bytes += num_bytes
             self._reserved += num_bytes
             return True
@@ -91,9 +88,10 @@ class HostMemory:
             known = self._entries.get(entry.name)
             if known is not None:
                 self.used_bytes -= entry.data.nbytes
-                known.pins += entry.pins
+                self._pin(known, entry.pins)
                 return known
             self._entries[entry.name] = entry
+            self._count(entry, 1)
             return entry
 
     def find(self, name: bytes, *, pins: int = 0) -> Entry | None:
@@ -101,7 +99,7 @@ class HostMemory:
         with self.lock:
             entry = self._entries.get(name)
             if entry is not None:
-                entry.pins += pins
+                self._pin(entry, pins)
                 self._entries.move_to_end(name)
             return entry
 
@@ -114,14 +112,14 @@ class HostMemory:
         """One more user of each."""
         with self.lock:
             for entry in entries:
-                entry.pins += 1
+                self._pin(entry, 1)
 
     def unpin(self, entries: Iterable[Entry]) -> None:
         """One user less of each; the last one of an entry that nobody finds frees its memory."""
         with self.lock:
             for entry in entries:
                 assert entry.pins > 0, "an entry was let go once too often"
-                entry.pins -= 1
+                self._pin(entry, -1)
                 if entry in self._leaving and not entry.pins:
                     del self._leaving[entry]
                     self.used_bytes -= entry.data.nbytes
@@ -132,6 +130,14 @@ class HostMemory:
             for name in names:
                 if name in self._entries:
                     self._drop(self._entries[name])
+
+    def mark_clean(self, entry: Entry) -> None:
+        """Nothing is lost with this entry any more."""
+        with self.lock:
+            if entry not in self._leaving:
+                self._count(entry, -1)
+                entry.clean = True
+                self._count(entry, 1)
 
     def dirty(self) -> Iterator[Entry]:
         """Entries that would be lost and that nobody uses, the longest unused first; as they are when it is asked."""
@@ -145,13 +151,38 @@ class HostMemory:
             assert len(set(held)) == len(held), "an entry is there twice"
             assert self.used_bytes == self._reserved + sum(entry.data.nbytes for entry in held), "bytes are miscounted"
             assert 0 <= self._reserved <= self.used_bytes <= self.limit_bytes, "more memory than allowed"
+            kept = self._entries.values()
+            pinned, dirty, spare = (
+                sum(entry.data.nbytes for entry in kept if entry.pins),
+                sum(entry.data.nbytes for entry in kept if not entry.clean),
+                sum(entry.data.nbytes for entry in kept if entry.clean and not entry.pins),
+            )
+            assert (pinned, dirty, spare) == (self._pinned, self._dirty, self._spare), "states are miscounted"
             assert all(entry.pins > 0 for entry in self._leaving), "memory that nobody can free"
             assert all(entry.pins >= 0 for entry in held), "let go once too often"
             assert all(entry.name == name for name, entry in self._entries.items()), "an entry under another name"
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.name]
+        self._count(entry, -1)
         if entry.pins:
             self._leaving[entry] = None
         else:
             self.used_bytes -= entry.data.nbytes
+
+    def _pin(self, entry: Entry, change: int) -> None:
+        if entry in self._leaving:
+            entry.pins += change
+            return
+        self._count(entry, -1)
+        entry.pins += change
+        self._count(entry, 1)
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        num_bytes = sign * entry.data.nbytes
+        if not entry.clean:
+            self._dirty += num_bytes
+        if entry.pins:
+            self._pinned += num_bytes
+        elif entry.clean:
+            self._spare += num_bytes

@@ -134,11 +134,11 @@ class OuterTier:
         entry = self._copied(kind, name, size, copy)
         self._kept.num_kept += 1
         self._kept.num_lost += entry is None
-        if self.io.store is not None:
+        if self.io.store is not None and self.memory.dirty_bytes * 2 > self.memory.limit_bytes:
             for other in self.memory.dirty():
+                self.io.write(other)
                 if self.memory.dirty_bytes * 2 <= self.memory.limit_bytes:
                     break
-                self.io.write(other)
 
     def _copied(self, kind: str, name: bytes, size: int, copy: Callable[[Tensor], None]) -> Entry | None:
         """A new entry; one without a name is pinned. None if there is no room."""

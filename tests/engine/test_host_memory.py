@@ -81,7 +81,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def clean_one(self) -> None:
         """The longest unused that would be lost."""
         for entry in self.memory.dirty():
-            entry.clean = True
+            self.memory.mark_clean(entry)
             break
 
     @invariant()
