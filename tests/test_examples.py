@@ -74,3 +74,10 @@ def test_many_requests(tmp_path: Path, tiny_run: Path) -> None:
     found = re.findall(r" 24 tokens, \d+\.\d bits each, (\d+) of (\d+) prompt tokens from the cache", text)
     assert len(found) == 4 and all(32 <= int(cached) < int(prompt) for cached, prompt in found)
     assert re.search(r"tokens in \d\d passes, 0 pages still held", text)
+
+
+def test_serve_and_call(tmp_path: Path, tiny_run: Path) -> None:
+    """serve_and_call.py: any model answers by the schema and calls the tool."""
+    text = run([sys.executable, str(EXAMPLES / "serve_and_call.py"), str(tiny_run)], tmp_path)
+    assert re.search(r"by schema: \{'larger': '(sun|moon)', 'sure': (True|False)\}", text)
+    assert re.search(r"by tool: look_up \{'body': '(sun|moon)'\}", text)

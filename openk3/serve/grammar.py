@@ -18,7 +18,8 @@ _DEFINITIONS = ("$defs", "definitions", "$schema")
 class TurnRules:
     """What a turn may hold. `calls` is how many tool calls: (0, 0) none, (0, None) any, (1, 1) exactly one.
 
-    `answer` is the schema of the content, None for free text; with calls the content is then empty.
+    `answer` is the schema of the content, None for free text. Calls that have to be, or that stand in place of an
+    answer with a schema, come with no content before them.
     """
 
     thinking: bool
@@ -36,16 +37,14 @@ def turn_grammar(rules: TurnRules) -> str:
     lead = f'"think" {SEP} {OPEN} "response" {SEP} ' if rules.thinking else ""
     tail = f'{CLOSE} "message" {SEP}'
     least, most = rules.calls
-    turns = []
-    if rules.answer is not None:
-        if least == 0:
-            turns.append(f'{out.json(rules.answer)} {CLOSE} "response" {SEP}')
-        if most != 0:
-            turns.append(f'{CLOSE} "response" {SEP} {_tools(out, rules)}')
+    tools = "" if most == 0 else _tools(out, rules)
+    alone = f'{CLOSE} "response" {SEP} {tools}'
+    if least:
+        turns = [alone]
+    elif rules.answer is None:
+        turns = [f'TEXT {CLOSE} "response" {SEP} {tools and f"{tools}?"}']
     else:
-        calls = _tools(out, rules) if most != 0 else ""
-        calls = f"{calls}?" if calls and least == 0 else calls
-        turns.append(f'TEXT {CLOSE} "response" {SEP} {calls}')
+        turns = [f'{out.json(rules.answer)} {CLOSE} "response" {SEP}', *([alone] if tools else [])]
     out.rules["turn"] = " | ".join(turns)
     return "\n".join(
         [f"start: {lead}turn {tail}", *(f"{name}: {body}" for name, body in out.rules.items()), "TEXT: /(.|\\n)*/", ""]

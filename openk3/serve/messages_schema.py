@@ -20,7 +20,6 @@ class ThinkingConfig(Strict):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    display: str | None = None
 
     @property
     def effort(self) -> str | None:

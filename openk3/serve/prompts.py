@@ -12,7 +12,6 @@ from openk3.inputs.xtml import END
 from openk3.serve.errors import bad_request, from_value_error
 from openk3.serve.image_sources import ImageSources
 
-MAX_MESSAGES = 100_000
 _KEPT = (
     "role",
     "content",

@@ -71,8 +71,8 @@ GET = "g&quot;e&amp;t"
         (TurnRules(True, (FREE,), (0, None)), f"{HEAD}hi{CLOSED}", (HEAD, END)),
         (
             TurnRules(True, (FREE,), (1, None)),
-            HEAD + "I call" + calls(call("free")),
-            (f"{HEAD}{CLOSE}response{SEP}", CLOSE),
+            HEAD + calls(call("free")),
+            (HEAD, "I"),
         ),
         (
             TurnRules(True, (WEATHER, FREE), (1, None)),

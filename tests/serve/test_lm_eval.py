@@ -78,7 +78,9 @@ def evaluate(live: Live, folder: Path, task: str, model: str, route: str, *optio
 @pytest.mark.timeout(900)
 def test_a_harness_of_somebody_elses(tmp_path: Path) -> None:
     """Multiple choice by log-probabilities of echoed prompts, equal to the model's own; and generation by chat."""
-    assert find_spec("lm_eval"), "lm-eval is not installed; `make test-slow` installs it (pip install 'openk3[harness]')"
+    assert find_spec("lm_eval"), (
+        "lm-eval is not installed; `make test-slow` installs it (pip install 'openk3[harness]')"
+    )
     with live_server() as live:
         for name in ("choices", "writing"):
             (tmp_path / name).mkdir()
