@@ -147,20 +147,7 @@ class HostMemory:
     def check(self) -> None:
         """Assert that every byte is counted once, and that the limit holds."""
         with self.lock:
-            held = [*self._entries.values(), *self._leaving]
-            assert len(set(held)) == len(held), "an entry is there twice"
-            assert self.used_bytes == self._reserved + sum(entry.data.nbytes for entry in held), "bytes are miscounted"
-            assert 0 <= self._reserved <= self.used_bytes <= self.limit_bytes, "more memory than allowed"
-            kept = self._entries.values()
-            pinned, dirty, spare = (
-                sum(entry.data.nbytes for entry in kept if entry.pins),
-                sum(entry.data.nbytes for entry in kept if not entry.clean),
-                sum(entry.data.nbytes for entry in kept if entry.clean and not entry.pins),
-            )
-            assert (pinned, dirty, spare) == (self._pinned, self._dirty, self._spare), "states are miscounted"
-            assert all(entry.pins > 0 for entry in self._leaving), "memory that nobody can free"
-            assert all(entry.pins >= 0 for entry in held), "let go once too often"
-            assert all(entry.name == name for name, entry in self._entries.items()), "an entry under another name"
+            _check_memory(self)
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.name]
@@ -186,3 +173,20 @@ class HostMemory:
             self._pinned += num_bytes
         elif entry.clean:
             self._spare += num_bytes
+
+
+def _check_memory(memory: HostMemory) -> None:
+    kept = memory._entries.values()
+    held = [*kept, *memory._leaving]
+    assert len(set(held)) == len(held), "an entry is there twice"
+    assert memory.used_bytes == memory._reserved + sum(entry.data.nbytes for entry in held), "bytes are miscounted"
+    assert 0 <= memory._reserved <= memory.used_bytes <= memory.limit_bytes, "more memory than allowed"
+    pinned, dirty, spare = (
+        sum(entry.data.nbytes for entry in kept if entry.pins),
+        sum(entry.data.nbytes for entry in kept if not entry.clean),
+        sum(entry.data.nbytes for entry in kept if entry.clean and not entry.pins),
+    )
+    assert (pinned, dirty, spare) == (memory._pinned, memory._dirty, memory._spare), "states are miscounted"
+    assert all(entry.pins > 0 for entry in memory._leaving), "memory that nobody can free"
+    assert all(entry.pins >= 0 for entry in held), "let go once too often"
+    assert all(entry.name == name for name, entry in memory._entries.items()), "an entry under another name"

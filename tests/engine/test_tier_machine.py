@@ -167,5 +167,5 @@ class TierMachine(EngineMachine):
             shutil.rmtree(self.folder)
 
 
-TierMachine.TestCase.settings = settings(max_examples=16, stateful_step_count=30, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
 TestTierMachine = TierMachine.TestCase
