@@ -80,8 +80,7 @@ class Engine:
 
         Nothing happens if no request is there or all are parked.
         """
-        if self._stepper == threading.get_ident():
-            raise RuntimeError("a callback cannot step the engine that called it")
+        self._require_outside("step")
         with self._lock:
             self._stepper = threading.get_ident()
             try:
@@ -92,10 +91,8 @@ class Engine:
                 self._stepper = None
 
     def close(self, *, write: bool = True) -> None:
-        """Cancel what is left, and write cached prefixes to the store, if there is one, for the engines that follow.
-
-        `write=False` leaves that out. Nothing can be submitted afterwards; to close again does nothing.
-        """
+        """Cancel what is left, refuse what comes, and `write` cached prefixes to the store, if there is one."""
+        self._require_outside("close")
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -149,10 +146,13 @@ class Engine:
         """Assert every invariant of jobs and pages: for tests, and for an engine that is idle."""
         with self._lock:
             self._loop.scheduler.check()
-            running = bool(self._loop.scheduler.running)
-            assert running or self._loop.books.pool.num_held == 0, "pages are held by nobody"
+            assert self._loop.scheduler.running or not self._loop.books.pool.num_held, "pages are held by nobody"
             if self._loop.tier is not None:
                 self._loop.tier.check()
+
+    def _require_outside(self, verb: str) -> None:
+        if self._stepper == threading.get_ident():
+            raise RuntimeError(f"a callback cannot {verb} the engine that called it")
 
     def _take_in(self) -> None:
         """What has been submitted and cancelled since the last step."""

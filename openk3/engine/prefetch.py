@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from openk3.engine.boundary import PAGE, TAIL, Boundary, Inside, find_boundary, inside, pages_for_swapped
@@ -23,6 +23,7 @@ from openk3.engine.prefix_keys import HashChain
 from openk3.engine.scheduler import name_again
 
 MOST_TRIES = 3  # after entries that turned out to be missing or damaged
+GRACE_SECONDS = 0.002  # that a step waits for answers of the store, so that most requests need not wait for the next
 ASK_SECONDS = 2.0  # that a store may take to say what it has
 MOST_RENEWALS = 2  # after evictions while a job waits for room
 
@@ -59,7 +60,7 @@ class TierFetch:
         self._bad: set[bytes] = set()
         self._tries = 0
         self._parts: _Parts | None = None
-        self._search: Future[Boundary | None] | None = None
+        self.search: Future[Boundary | None] | None = None
         self._staged: Staged | None = None
         self.is_over = False
         shape = tier.transfer.shape
@@ -77,9 +78,9 @@ class TierFetch:
         """Go on as far as possible without waiting; true once there is nothing left to wait for."""
         if not self.is_over and time.monotonic() > self._deadline:
             self._end()
-        if self._search is not None:
-            if self._search.done():
-                search, self._search = self._search, None
+        if self.search is not None:
+            if self.search.done():
+                search, self.search = self.search, None
                 self._begin(search.result())
             elif time.monotonic() > self._asked + ASK_SECONDS:
                 self._tier.io.was_silent()
@@ -95,9 +96,9 @@ class TierFetch:
     def _end(self) -> None:
         """There is nothing to wait for, and nothing to start from."""
         self.is_over, self._staged = True, None
-        if self._search is not None:
-            self._search.cancel()
-            self._search = None
+        if self.search is not None:
+            self.search.cancel()
+            self.search = None
         if self._parts is not None:
             parts, self._parts = self._parts, None
             self._tier.unpin(parts.entries.values())
@@ -115,7 +116,7 @@ class TierFetch:
         self._tries += 1
         self._asked = time.monotonic()
         if self._tier.io.is_asked():
-            self._search = self._tier.io.askers.submit(self._find)
+            self.search = self._tier.io.askers.submit(self._find)
         else:
             self._begin(self._find())
 
@@ -208,21 +209,29 @@ class Prefetcher:
         """Begin and continue; a job whose fetch is not over is parked. Only those that could start are looked at."""
         first = waiting[: self._books.config.max_requests]
         self._renewals = {job: count for job in first if (count := self._renewals.get(job, 0))}
-        for job in first:
-            name_again(self._books, job)
-            if job.fetch is None:
-                job.fetch = self._fetch(job)
-            fetch = job.fetch
-            assert isinstance(fetch, TierFetch)
-            if fetch.is_over and self._is_outdated(job, fetch):
-                fetch.close()
-                self._renewals[job] = self._renewals.get(job, 0) + 1
-                job.fetch = fetch = self._fetch(job)
-            over = fetch.poll()
+        fetches = {job: self._current(job) for job in first}
+        searches = {fetch: fetch.search for fetch in fetches.values() if not fetch.poll() and fetch.search is not None}
+        if searches:  # most answers take less than a step does
+            wait(searches.values(), GRACE_SECONDS)
+            for fetch in searches:
+                fetch.poll()
+        for job, fetch in fetches.items():
             if job.request.ready is None:
-                job.parked = not over
+                job.parked = not fetch.is_over
             else:
-                job.parked |= not over
+                job.parked |= not fetch.is_over
+
+    def _current(self, job: Job) -> TierFetch:
+        """The job's fetch, begun if there is none, and begun anew if it is of no use any more."""
+        name_again(self._books, job)
+        if job.fetch is None:
+            job.fetch = self._fetch(job)
+        assert isinstance(job.fetch, TierFetch)
+        if job.fetch.is_over and self._is_outdated(job, job.fetch):
+            job.fetch.close()
+            self._renewals[job] = self._renewals.get(job, 0) + 1
+            job.fetch = self._fetch(job)
+        return job.fetch
 
     def _fetch(self, job: Job) -> TierFetch:
         most = min(job.most_hit, job.num_tokens - 1)

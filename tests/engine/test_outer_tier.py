@@ -19,6 +19,7 @@ from openk3.engine.boundary import PAGE, TAIL
 from openk3.engine.outer_tier import TierStats
 from openk3.engine.request import Completion, Request, SamplingParams
 from openk3.engine.store import StoreError
+from openk3.engine.stream import Update
 
 MEMORY = 8 << 20
 
@@ -387,6 +388,27 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
     three = engine(tier=tier(tmp_path))
     assert [answer.num_cached for answer in finish(three, *(greedy([*prompt(20, n), 1]) for n in range(2)))] == [20, 20]
     assert three.is_empty()
+
+
+def test_closing() -> None:
+    """Who runs, waits or is parked ends as cancelled and hears of it; not from inside; twice does nothing."""
+    heard, store = list[Update](), DictStore()
+    one = engine(tier=tier(), store=store)
+    running = one.submit(greedy(prompt(20), 9), heard.append)
+    parked = one.submit(greedy(prompt(5, 1), ready=lambda: False), heard.append)
+    one.step()
+    climbing = one.submit(greedy(prompt(6, 2)), lambda update: one.close())
+    while climbing.finish is None:
+        one.step()
+    assert climbing.finish.reason == "cancelled", "its listener failed"
+    late = one.submit(greedy(prompt(5, 3)), heard.append)
+    one.close()
+    one.close()
+    for stream in (running, parked, late):
+        assert stream.finish == ("cancelled", None)
+    assert {update.stream for update in heard if update.finish} == {running, parked, late}
+    assert one.is_empty() and one.is_idle and store.num_closed == 1 and store.entries
+    verify(running.tokens, running.job)
 
 
 def test_wrong_set_ups(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from engine_model import prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from pytest import MonkeyPatch
 from test_engine_machine import SHARED, EngineMachine
 
 from openk3.config.outer_tier import TierConfig
 from openk3.config.serve import SpeculationConfig
+from openk3.engine import prefetch
 from openk3.engine.block_pool import PageKind
 from openk3.engine.request import Request, SamplingParams
 
@@ -36,6 +38,8 @@ class TierMachine(EngineMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = MonkeyPatch()
+        self.patch.setattr(prefetch, "GRACE_SECONDS", 20.0)  # every answer comes in time
         self.folder = Path(tempfile.mkdtemp())
 
     @initialize(
@@ -164,6 +168,7 @@ class TierMachine(EngineMachine):
             if hasattr(self, "engine"):
                 self.engine.close()
         finally:
+            self.patch.undo()
             shutil.rmtree(self.folder)
 
 
