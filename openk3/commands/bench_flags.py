@@ -62,7 +62,7 @@ class BenchServe:
     always: bool = False
     """Make that many in every pass, whether they pay or not."""
     requests: int = 16
-    """Requests to time at each load, or twice as many as are under way if that is more."""
+    """Requests to time at each load, or six times as many as are under way if that is more."""
     prompt_tokens: int = 128
     """Length of each prompt."""
     answer_tokens: int = 64

@@ -1,18 +1,19 @@
 """DraftLength: how many guesses are worth their time, from how many were right and how long passes took.
 
-The model, for a pass with R tokens of N requests that decode, of which request i has k_i guesses:
+The model, for a pass with N requests that decode, of which request i has k_i guesses, and R other tokens:
 
-- it takes a + b R seconds, and guessing c + d n for each step with n guesses (one step for all where they cost no
-  passes); a, b and c, d are fitted to measured times, by least squares of the relative error, so that long passes and
-  moments in which the machine was busy do not weigh more; an observation counts half after HALF_LIFE others;
+- it takes a + b (N + sum of k_i) + c R seconds, and d more if there are any guesses (what is accepted is replayed);
+  guessing takes e + f n for each step with n guesses (one step for all where they cost no passes). All six are fitted
+  to measured times, by least squares of the relative error, so that long passes and moments in which the machine was
+  busy do not weigh more; an observation counts half after HALF_LIFE others;
 - a guess of request i is right with probability p_i if those before it were, so k guesses bring 1 + p + ... + p^k
   tokens; p_i is the share that was right so far, recent ones counting more, drawn towards the share of all requests
   while there are few.
 
 Chosen are the k_i that give most tokens per second. They take one more guess where its chance p^k is worth its time at
 that rate, and one more step where all of its guesses together are. If the gain over no guesses is below MARGIN, there
-are none. To know both times, the first passes have all guesses and none in turn, and later every PROBE-th has none; to
-notice a change, whoever has none is tried with one guess in the pass after it.
+are none. To know the times, the first passes have all guesses, none, one each and none in turn, and later every PROBE-th
+has none; to notice a change, whoever has none is tried with one guess in the pass after it.
 """
 
 from __future__ import annotations
@@ -21,43 +22,46 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 HALF_LIFE = 64.0
 MARGIN = 1.02
-PROBE = 64
-LEARNING = 8  # first passes
+PROBE = 32
+LEARNING = 16  # first passes
 PRIOR = 4.0  # guesses of all requests that count beside a request's own
 FADE, FADE_ALL = 0.95, 0.998  # of older guesses for each new one: of a request, of all
 
 
-class Line:
-    """y = intercept + slope x, fitted to what was seen by its relative error; neither is negative."""
+class Fit:
+    """y = sum of coefficients times x, fitted to what was seen by its relative error; no coefficient is negative."""
 
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5  # weighted: of 1, x, y, xx, xy
-        self.num_seen = 0
+    def __init__(self, size: int) -> None:
+        self._xx, self._xy = np.zeros((size, size)), np.zeros(size)  # weighted sums
+        self._found: list[float] | None = None
 
-    def see(self, x: float, y: float) -> None:
+    def see(self, x: Sequence[float], y: float) -> None:
         """One more observation, y > 0; the older count less."""
-        fade, weight = 0.5 ** (1 / HALF_LIFE), max(y, 1e-9) ** -2
-        self._sums = [fade * old + weight * new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y))]
-        self.num_seen += 1
+        fade, row = 0.5 ** (1 / HALF_LIFE), np.array(x, dtype=np.float64) / max(y, 1e-9)
+        self._xx, self._xy, self._found = fade * self._xx + np.outer(row, row), fade * self._xy + row, None
 
     @property
-    def line(self) -> tuple[float, float]:
-        """(intercept, slope); without two different x the slope is 0."""
-        weight, x, y, xx, xy = self._sums
-        if not weight:
-            return 0.0, 0.0
-        mean_x, mean_y = x / weight, y / weight
-        spread = xx / weight - mean_x**2
-        slope = (xy / weight - mean_x * mean_y) / spread if spread > 1e-9 * (1 + mean_x**2) else 0.0
-        slope = min(max(0.0, slope), mean_y / mean_x if mean_x else 0.0)
-        return mean_y - slope * mean_x, slope
+    def coefficients(self) -> list[float]:
+        """One for each x; 0 for one that was never seen, or that the others explain."""
+        if self._found is None:
+            found, used = np.zeros(len(self._xy)), np.flatnonzero(self._xx.diagonal() > 0)
+            while used.size:
+                xx = self._xx[np.ix_(used, used)]
+                solved = np.linalg.solve(xx + np.diag(1e-9 * xx.diagonal()), self._xy[used])
+                if (solved >= 0).all():
+                    found[used] = solved
+                    break
+                used = np.delete(used, int(solved.argmin()))
+            self._found = found.tolist()
+        return self._found
 
-    def at(self, x: float) -> float:
+    def at(self, *x: float) -> float:
         """The expected y."""
-        intercept, slope = self.line
-        return intercept + slope * x
+        return sum(a * b for a, b in zip(self.coefficients, x))
 
 
 @dataclass
@@ -82,7 +86,7 @@ class DraftLength:
 
     def __init__(self, most_drafts: int, one_by_one: bool) -> None:
         self.most_drafts, self.one_by_one = most_drafts, one_by_one
-        self.passes, self.guessing = Line(), Line()
+        self.passes, self.guessing = Fit(4), Fit(2)
         self.all = Record()
         self._step = 0
 
@@ -94,23 +98,32 @@ class DraftLength:
     def choose(self, rates: Sequence[float], limits: Sequence[int], num_other: int = 0) -> list[int]:
         """Guesses for each decoding request, at most its limit; `num_other` tokens of the pass are of other kinds."""
         most = [min(limit, self.most_drafts) for limit in limits]
-        none = [0] * len(most)
+        none, one = [0] * len(most), [min(1, limit) for limit in most]
         if not any(most):
             return none
         self._step += 1
         if self._step <= LEARNING:
-            return most if self._step % 2 else none
+            return (none, most, none, one)[self._step % 4]
         if self._step % PROBE == 0:
             return none
         counts = self._best(rates, most, num_other)
-        return [max(n, min(1, limit)) for n, limit in zip(counts, most)] if self._step % PROBE == 1 else counts
+        return list(map(max, counts, one)) if self._step % PROBE == 1 else counts
+
+    def passed(self, num_decoding: int, num_drafts: int, num_other: int, seconds: float) -> None:
+        """A pass took so long: requests that decode, guesses of all of them, other tokens."""
+        self.passes.see((1, num_decoding + num_drafts, num_other, num_drafts > 0), seconds)
+
+    def guessed(self, num_drafts: int, num_steps: int, seconds: float) -> None:
+        """Guessing took so long, all steps together."""
+        self.guessing.see((1, num_drafts / num_steps), seconds / num_steps)
 
     def seconds(self, counts: Sequence[int], num_other: int = 0) -> float:
         """Expected time of a pass with these guesses, guessing included."""
-        start, each = self.guessing.line
-        steps = max(counts, default=0) if self.one_by_one else min(1, max(counts, default=0))
-        num_drafts = sum(counts)
-        return self.passes.at(len(counts) + num_other + num_drafts) + start * steps + each * num_drafts
+        start, each = self.guessing.coefficients
+        num_drafts, depth = sum(counts), max(counts, default=0)
+        steps = depth if self.one_by_one else min(1, depth)
+        passing = self.passes.at(1, len(counts) + num_drafts, num_other, num_drafts > 0)
+        return passing + start * steps + each * num_drafts
 
     def _best(self, rates: Sequence[float], most: Sequence[int], num_other: int) -> list[int]:
         counts = none = [0] * len(rates)
@@ -125,8 +138,8 @@ class DraftLength:
 
     def _worth(self, rates: Sequence[float], most: Sequence[int], speed: float) -> list[int]:
         """Guesses whose chance is above what their time is worth at a speed, in steps that are worth theirs."""
-        start, each = self.guessing.line
-        least = speed * (self.passes.line[1] + each)
+        start, each = self.guessing.coefficients
+        least = speed * (self.passes.coefficients[1] + each)
         counts = [_count_above(rate, least, limit) for rate, limit in zip(rates, most)]
         depth = max(counts, default=0)
         price = speed * start

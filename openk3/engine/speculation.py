@@ -94,15 +94,17 @@ class Speculation:
         steps = max((len(work.job.drafts) for work in wanted), default=0) if self.draft.one_by_one else 1
         if steps:
             num_drafts = sum(len(work.job.drafts) for work in wanted)
-            self.length.guessing.see(num_drafts / steps, (time.perf_counter() - began) / steps)
+            self.length.guessed(num_drafts, steps, time.perf_counter() - began)
         cut = [work._replace(end=work.num_known + len(work.job.drafts)) for work in works]
         return sorted((work._replace(num_drafts=len(work.job.drafts)) for work in cut), key=lambda work: work.order)
 
     def learn(self, works: Sequence[Work], outcomes: dict[Work, list[Outcome]], seconds: float) -> None:
         """What became of the guesses of each work, and how long the pass took."""
-        self.length.passes.see(sum(work.num_tokens for work in works), seconds)
-        for work in works:
-            if work.num_known - work.start == 1 and work in outcomes:
+        decoding = [work for work in works if work.num_known - work.start == 1]
+        other = sum(work.num_tokens for work in works if work.num_known - work.start > 1)
+        self.length.passed(len(decoding), sum(work.num_drafts for work in works), other, seconds)
+        for work in decoding:
+            if work in outcomes:
                 tokens = outcomes[work]
                 right = sum(isinstance(a, Token) and a.id == b for a, b in zip(tokens, work.job.drafts))
                 self.stats = self.stats.and_turn(work.num_drafts, right)

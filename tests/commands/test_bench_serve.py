@@ -38,6 +38,7 @@ def test_figures_agree(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert ("accepted_per_turn" in row) == (row["draft"] != "off")
         plain = next(each for each in rows if each["concurrency"] == row["concurrency"])
         assert row["times_as_fast"] == row["tokens_per_s"] / plain["tokens_per_s"]
+        assert row["times_as_fast_by_cpu"] == row["tokens_per_cpu_s"] / plain["tokens_per_cpu_s"]
     lines = table(found)
     assert len(lines) == 2 + len(rows) + 1 and "prompts of 12 tokens, answers of 6" in lines[0]
     assert f"{rows[2]['tokens_per_s']:,.1f}" in lines[4]
@@ -65,9 +66,9 @@ def test_as_many_as_asked_for_are_under_way(tiny_run: Path) -> None:
 def test_prompts_are_pieces_of_the_text() -> None:
     """In order, and from the start again where it ends; enough for the largest load and its first requests."""
     flags = BenchServe(prompt_tokens=4, concurrency=(1, 3), requests=2)
-    assert (num_requests(flags, 1), num_requests(flags, 3)) == (2, 6)
+    assert (num_requests(flags, 1), num_requests(flags, 3)) == (6, 18)
     assert prompts(list(range(10)), flags)[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
-    assert len(prompts(list(range(10)), flags)) == 9
+    assert len(prompts(list(range(10)), flags)) == 21
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -171,6 +172,24 @@ def test_the_mtp_layer_guesses_as_if_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert one.is_empty()
 
 
+def test_nothing_is_guessed_before_the_first_copies() -> None:
+    """Who has started and not had a turn has no state yet, though one token is left."""
+    one = engine(step_tokens=3, speculation=MTP)
+    propose = one._loop.speculation.draft.propose  # pyrefly: ignore
+
+    def watch(works: Any) -> Any:
+        assert all(work.job.cache.plan is None for work in works)
+        return propose(works)
+
+    one._loop.speculation.draft.propose = watch  # pyrefly: ignore
+    streams = [one.submit(greedy([5 + n], 9)) for n in range(5)]
+    one.step()
+    waiting = [job for job in one.scheduler.running if job.cache is not None and job.cache.plan is not None]
+    assert [job.num_left for job in waiting] == [1, 1]
+    finish(*streams)
+    assert one.is_empty()
+
+
 def test_guesses_that_are_good_take_fewer_passes() -> None:
     """Seven right guesses a pass: 25 tokens in the prompt's two passes and three more; what happened is counted."""
     one = scripted([True], hash_tokens=8)
@@ -206,13 +225,13 @@ def test_what_was_refused_is_never_found() -> None:
 
 
 def test_checkpoints_among_accepted_guesses() -> None:
-    """Eight tokens at once pass three boundaries: states are kept there as without guesses, and others start there."""
+    """Passes of eight tokens end between boundaries: states are kept at those as without guesses, for others."""
     cached = []
-    for one in (scripted([True]), engine()):
-        stream = one.submit(greedy(prompt(9), 17))
+    for one in (scripted([True], hash_tokens=4), engine(hash_tokens=4)):
+        stream = one.submit(greedy(prompt(10), 17))
         finish(stream)
         ids = stream.job.token_ids
-        for end in (25, 22, 11):
+        for end in (26, 22, 11):
             other = one.submit(greedy([*ids[:end], *prompt(4, 5)], 3))
             finish(other)
             cached.append(other.result().num_cached)
@@ -277,6 +296,11 @@ def test_a_constraint_is_asked_once_for_each_token(params: SamplingParams) -> No
     assert guessed.asked == plain.asked and all(len(b) == len(a) + 1 for a, b in pairwise(guessed.asked))
     stats = one.stats().drafts
     assert stats is not None and stats.num_accepted > 6
+    stopped, ends = Recorded(), frozenset([want[6]])
+    request = Request(prompt(7), dataclasses.replace(params, stop_ids=ends), constraint=stopped)
+    draft._guesses = lambda job, count: want[job.num_answer :][:count]
+    assert one.generate([request])[0].finish.reason == "stop"
+    assert stopped.asked == plain.asked[: want.index(want[6]) + 1]
     draft._guesses = lambda job, count: [0] * count  # forbidden, or wrong
     again = Recorded()
     assert one.generate([Request(prompt(7), params, constraint=again)])[0].token_ids == want
