@@ -177,7 +177,8 @@ def table(found: dict[str, Any]) -> list[str]:
     lines = [
         f"bench serve on {found['hardware']}, {found['dtype']}, {found['parameters']:,} parameters: prompts of "
         f"{found['prompt_tokens']} tokens, answers of {found['answer_tokens']}",
-        f"  {'at once':>7}  {'draft':<6} {'tokens/s':>9} {'times':>6} {'CPU':>6} {'first token':>12} {'guesses':>8} {'right':>6}",
+        f"  {'at once':>7}  {'draft':<6} {'tokens/s':>9} {'times':>6} {'CPU':>6} {'first token':>12} "
+        f"{'guesses':>8} {'right':>6}",
     ]
     for row in found["rows"]:
         times = [row[name] for name in ("times_as_fast", "times_as_fast_by_cpu")]

@@ -12,8 +12,8 @@ The model, for a pass with N requests that decode, of which request i has k_i gu
 
 Chosen are the k_i that give most tokens per second. They take one more guess where its chance p^k is worth its time at
 that rate, and one more step where all of its guesses together are. If the gain over no guesses is below MARGIN, there
-are none. To know the times, the first passes have all guesses, none, one each and none in turn, and later every PROBE-th
-has none; to notice a change, whoever has none is tried with one guess in the pass after it.
+are none. To know the times, the first passes have all guesses, none, one each and none in turn, and later every
+PROBE-th has none; to notice a change, whoever has none is tried with one guess in the pass after it.
 """
 
 from __future__ import annotations
