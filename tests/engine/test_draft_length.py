@@ -110,8 +110,8 @@ def test_what_was_right_counts() -> None:
 
 
 def test_times_are_learned_and_looked_after() -> None:
-    """First all, none, one, none in turn; later none in every PROBE-th pass, and one each, as far as there is use for it, in
-    the one after it."""
+    """First all, none, one, none in turn; later none in every PROBE-th pass, and in the one after it one each, as far as
+    there is use for it."""
     length = DraftLength(5, True)
     first = [length.choose([0.5], [9]) for _ in range(LEARNING)]
     assert first == [[5], [0], [1], [0]] * (LEARNING // 4)
