@@ -28,6 +28,11 @@ class Piece(NamedTuple):
     prompt_tokens: tuple[Token, ...] = ()
     finish: Finish | None = None
 
+    def then(self, more: Piece) -> Piece:
+        """This piece and the next one of the same choice."""
+        tokens, prompt_tokens = self.tokens + more.tokens, self.prompt_tokens + more.prompt_tokens
+        return Piece(self.choice, tokens, prompt_tokens, more.finish)
+
 
 class Usage(NamedTuple):
     """Tokens of a whole HTTP call."""
@@ -78,16 +83,25 @@ class Answers:
         """News until all choices have ended. Raises ApiError if one failed; then all are cancelled."""
         while True:
             while self._pieces:
-                piece = self._pieces.popleft()
-                self._num_unread -= len(piece.tokens)
-                if piece.choice not in self._ended:
-                    yield piece
+                for piece in self._take_all():
+                    if piece.choice not in self._ended:
+                        yield piece
             if self.error is not None:
                 raise self.error
             if not self._open:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+    def _take_all(self) -> list[Piece]:
+        """What waits, in one piece for each choice: who is behind gets more at a time, and catches up."""
+        joined: dict[int, Piece] = {}
+        for piece in self._pieces:
+            before = joined.get(piece.choice)
+            joined[piece.choice] = piece if before is None else before.then(piece)
+        self._pieces.clear()
+        self._num_unread = 0
+        return list(joined.values())
 
     def end(self, choice: int) -> None:
         """This choice has ended for its reader; what the engine still says about it is dropped."""

@@ -69,7 +69,7 @@ async def read_turns(
     """(choice, more of it, how it ended) until all have ended; a choice that is over is cancelled in the engine."""
     async for piece in answers.pieces():
         reader = readers[piece.choice]
-        deltas = reader.feed(piece.tokens)
+        deltas = merged(reader.feed(piece.tokens))
         reason = None
         if reader.is_over or piece.finish is not None:
             answers.end(piece.choice)

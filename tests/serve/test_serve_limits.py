@@ -134,7 +134,9 @@ def test_pages_of_other_servers_are_refused_where_there_are_no_keys(live: Live, 
 def test_a_client_that_goes_away_is_cancelled(live: Live, is_stream: bool) -> None:
     """Within a few steps: its request ends and every page goes back."""
     live.slow_down(0.01)
-    body = json.dumps({**BODY, "max_tokens": 1500, "stream": is_stream}).encode()
+    live.say("long", turn("x" * 2000))
+    messages = [{"role": "user", "content": "long"}]
+    body = json.dumps({**BODY, "messages": messages, "max_tokens": 1500, "stream": is_stream}).encode()
     connection = socket.create_connection(("127.0.0.1", live.server.port), timeout=5)
     connection.sendall(posted(body))
     deadline = time.monotonic() + 10
@@ -186,9 +188,9 @@ def test_a_full_server_says_so() -> None:
 def drained(live: Live) -> list[Any]:
     """Events of a stream during which the server is told to stop."""
     live.slow_down(0.01)
-    with httpx.stream(
-        "POST", live.url + ROUTE, json={**BODY, "stream": True, "max_tokens": 60}, timeout=30
-    ) as response:
+    live.say("long", turn("x" * 2000))
+    body = {**BODY, "messages": [{"role": "user", "content": "long"}], "stream": True, "max_tokens": 60}
+    with httpx.stream("POST", live.url + ROUTE, json=body, timeout=30) as response:
         text = ""
         for piece in response.iter_text():
             if not text:
