@@ -27,10 +27,13 @@ LENGTHS = st.sampled_from((30, 20, 13))
 
 
 def steady(one: CheckedEngine) -> None:
-    """Everything that was asked of the tier's threads is done when a step begins, so that runs can be repeated."""
-    loop = one._loop
-    step = loop.step
+    """Everything that was asked of the tier's threads is done before anything else is, so that runs can be repeated."""
+    loop, io = one._loop, one._loop.tier.io
+    write = io.write
+    io.write = lambda entry: (write(entry), io.finish_writing())  # pyrefly: ignore
+    step, look = loop.step, loop._prefetcher.look
     loop.step = lambda: (one.pinned_bytes(), step())[1]  # pyrefly: ignore
+    loop._prefetcher.look = lambda waiting: (look(waiting), one.pinned_bytes())  # pyrefly: ignore
 
 
 class TierMachine(EngineMachine):
@@ -52,7 +55,7 @@ class TierMachine(EngineMachine):
         swap=st.sampled_from(("always", "always", "never")),
         on_disk=st.sampled_from((True, True, False)),
         guesses=st.sampled_from(
-            (None, None, SpeculationConfig("mtp", 3, adaptive=False), SpeculationConfig("ngram", 4))
+            (None, None, SpeculationConfig("mtp", 3, adaptive=False), SpeculationConfig("ngram", 4, adaptive=False))
         ),
     )
     def build(  # pyrefly: ignore
@@ -69,9 +72,7 @@ class TierMachine(EngineMachine):
         guesses: SpeculationConfig | None,
     ) -> None:
         """Little room in the pages; little or much outside."""
-        tier = TierConfig(
-            memory, str(self.folder) if on_disk else None, disk_bytes=300_000, swap=swap, load="always", io_threads=1
-        )
+        tier = TierConfig(memory, str(self.folder) if on_disk else None, swap=swap, load="always", io_threads=1)
         limits = {"max_requests": 5, "checkpoint_pages": checkpoint_pages}
         sizes = {"page_tokens": page_tokens, "hash_tokens": hash_tokens}
         self.engine = engine(
