@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_an_orphaned_checkpoint_and_pages_outside() -> None:
 
 
 def test_requests_that_wait_do_not_block_others() -> None:
-    """A store that takes its time: who needs it is parked, who does not runs; after a while nobody waits for it."""
+    """S06: a store that takes its time: who needs it is parked, who does not runs, and who leaves is gone at once."""
     store = SlowStore()
     one = engine(tier=tier(), store=store)
     finish(one, greedy(prompt(33)))
@@ -409,6 +410,36 @@ def test_closing() -> None:
     assert {update.stream for update in heard if update.finish} == {running, parked, late}
     assert one.is_empty() and one.is_idle and store.num_closed == 1 and store.entries
     verify(running.tokens, running.job)
+
+
+def test_many_threads_in_little_room(tmp_path: Path) -> None:
+    """Four of them submit, read and cancel while prefixes go out and come back, and another engine uses the files."""
+    options: dict[str, Any] = {"tier": tier(tmp_path, io_threads=3), "step_tokens": 24, "max_requests": 4}
+    one, two, faults = engine(24, **options), engine(24, **options), list[Exception]()
+
+    def work(number: int, on: CheckedEngine) -> None:
+        try:
+            for turn in range(4):
+                stream = on.submit(greedy([*prompt(26, (number + turn) % 3), turn], 3, turn_ends=[16]))
+                if turn == 1:
+                    next(stream)
+                    stream.cancel()
+                stream.result()
+                verify(stream.tokens, stream.job)
+                if turn == 2:
+                    on._loop.books.prefixes.outside.forget(stream.job.chain.keys[:3])
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(number, (one, two)[number % 2])) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert faults == [] and one.is_empty() and two.is_empty()
+    assert stats(one).num_kept + stats(two).num_kept > 0
+    one.close()
+    two.close()
 
 
 def test_wrong_set_ups(tmp_path: Path) -> None:
