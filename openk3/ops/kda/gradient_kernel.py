@@ -98,12 +98,13 @@ def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int
     """Block of value channels, and launch options.
 
     On Hopper nothing is fetched ahead: Triton 3.6 would let copies overwrite blocks that products still read, because
-    here the same blocks are also read into registers. With larger blocks its ptxas runs out of registers, or, for few
-    key channels, takes operands from elsewhere.
+    here the same blocks are also read into registers. With larger blocks its ptxas runs out of registers, or, for 64
+    key channels, gives a product an address that nothing has computed.
     """
     ahead = arch != 90
-    block = 16 if ahead or exact else 32
-    return {"BV": min(V, block), "num_warps": max(4, K // 16), "num_stages": 2 if ahead else 1}
+    block = 16 if ahead or exact or K == 64 else 32
+    warps = 8 if K == 32 and not (ahead or exact) else max(4, K // 16)
+    return {"BV": min(V, block), "num_warps": warps, "num_stages": 2 if ahead else 1}
 
 
 @triton.jit
