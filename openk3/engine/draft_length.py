@@ -38,11 +38,15 @@ class Fit:
     def __init__(self, size: int) -> None:
         self._xx, self._xy = np.zeros((size, size)), np.zeros(size)  # weighted sums
         self._found: list[float] | None = None
+        self._num_seen = 0
 
     def see(self, x: Sequence[float], y: float) -> None:
-        """One more observation, y > 0; the older count less."""
+        """One more observation, y > 0; the older count less. Later on, coefficients follow at every fourth."""
         fade, row = 0.5 ** (1 / HALF_LIFE), np.array(x, dtype=np.float64) / max(y, 1e-9)
-        self._xx, self._xy, self._found = fade * self._xx + np.outer(row, row), fade * self._xy + row, None
+        self._xx, self._xy = fade * self._xx + np.outer(row, row), fade * self._xy + row
+        self._num_seen += 1
+        if self._num_seen <= LEARNING or self._num_seen % 4 == 0:
+            self._found = None
 
     @property
     def coefficients(self) -> list[float]:

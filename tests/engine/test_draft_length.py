@@ -51,6 +51,9 @@ def test_times_are_found() -> None:
     for n in range(1000):
         old.see((1, n % 5 + 1), 1.0 * (n % 5 + 1) if n < 500 else 0.1 + 0.01 * (n % 5))
     assert old.at(1, 3) == pytest.approx(0.12, rel=0.05)
+    before = old.coefficients
+    old.see((1, 1), 5.0)
+    assert old.coefficients == before  # not yet
 
 
 def test_seconds_by_definition() -> None:
@@ -110,7 +113,7 @@ def test_what_was_right_counts() -> None:
 
 
 def test_times_are_learned_and_looked_after() -> None:
-    """First all, none, one, none in turn; later none in every PROBE-th pass, and in the one after it one each, as far as
+    """First all, none, one, none in turn; later none in every PROBE-th pass, and in the one after it one each, where
     there is use for it."""
     length = DraftLength(5, True)
     first = [length.choose([0.5], [9]) for _ in range(LEARNING)]
