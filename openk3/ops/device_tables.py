@@ -56,7 +56,11 @@ def device_table(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     kept[what] = same[-1]
                 return kept[what]
 
-        setattr(table, "forget", found.clear)  # noqa: B010  (a function has no such attribute for a type checker)
+        def forget() -> None:
+            with lock:
+                found.clear()
+
+        setattr(table, "forget", forget)  # noqa: B010  (a function has no such attribute for a type checker)
         return table
 
     return decorate
