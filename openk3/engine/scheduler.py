@@ -12,8 +12,8 @@ Time. See `Shares`: decoding jobs advance together, and no prompt delays another
 Memory. A job starts only if there is room for all its known tokens beside what those before it still need. If there
 is not, smaller ones may pass it, for `patience` steps; after that nobody starts before it. A job of higher priority may
 take the place of those of lower priority and rank. When a running job needs a page and there is none, the last in rank
-is preempted: its pages go back, its prefixes stay cached while there is room, and it computes the rest again, unless its
-own state was worth keeping (see Costs). The first in rank is never preempted and always fits (larger requests are
+is preempted: its pages go back, its prefixes stay cached while there is room, and it computes the rest again, unless
+its own state was worth keeping (see Costs). The first in rank is never preempted and always fits (larger requests are
 refused at the door), so the engine never stands still. A job whose prefix is on its way from outside is parked.
 """
 
