@@ -94,7 +94,7 @@ def test_nothing_is_written_before_it_is_evicted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_prefix_is_where_its_parts_are(first: int) -> None:
     """However many of its pages were evicted, and whoever brings some of them back before."""
-    for count in (1, 3, 4, 6, 9):
+    for count in (2, 4, 9):
         one = engine(tier=tier())
         finish(one, greedy(prompt(36), turn_ends=[20]))
         evict(one, count)
@@ -347,9 +347,9 @@ def test_a_store_that_fails(failing: tuple[str, ...]) -> None:
 def test_little_memory() -> None:
     """Too little for anything, for one page, for a few: what does not fit is lost, and the limit holds always."""
     lost = []
-    for size in (1, 2_000, 10_000, 20_000, 40_000):
+    for size in (1, 10_000, 40_000):
         one = engine(24, tier=TierConfig(size, swap="always", load="always"), step_tokens=8)
-        finish(one, *(greedy(prompt(30, n)) for n in range(4)))
+        finish(one, *(greedy(prompt(30, n), 3) for n in range(3)))
         (again,) = finish(one, greedy([*prompt(30), 1]))
         lost.append(stats(one).num_lost)
         assert again.num_cached in (0, 30) and stats(one).memory_bytes <= size and one.is_empty()
