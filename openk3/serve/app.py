@@ -108,7 +108,7 @@ def _add_small_routes(app: FastAPI, service: Service) -> None:
         service.gate.identify(http.headers)
         gauges = {
             "calls_open": ("Calls that are under way.", service.gate.num_open),
-            "engine_restarts_total": ("Engines that failed and were replaced.", service.thread.num_restarts),
+            "engine_restarts_total": ("Engines that failed and were replaced.", service.thread.restarts.count),
             "healthy": ("1 while the engine works.", float(service.thread.is_healthy)),
         }
         text = service.metrics.text(service.thread.stats(), gauges)

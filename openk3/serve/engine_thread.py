@@ -40,16 +40,15 @@ class EngineThread:
         self._make_engine = make_engine
         self._engine: Engine | None = make_engine()
         self.config = self._engine.config
-        self.num_restarts = 0
         self._lock = threading.Lock()  # of the engine's place and the tickets
         self._ready = threading.Event()  # unset while there is no engine yet
         self._ready.set()
         self._tickets: dict[Ticket, None] = {}
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = self._has_given_up = False
         self._mail = Mail()
         self.health = Health()
-        self._restarts = Restarts()
+        self.restarts = Restarts()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,14 +69,12 @@ class EngineThread:
             self._tickets[ticket] = None
         try:
             ticket.stream = engine.submit(request, lambda update: self._heard(ticket, update))
+            if engine is not self._engine:
+                raise EngineDown("the engine was restarted meanwhile")
         except BaseException:
             with self._lock:
                 self._tickets.pop(ticket, None)
             raise
-        if engine is not self._engine:
-            with self._lock:
-                self._tickets.pop(ticket, None)
-            raise EngineDown("the engine was restarted meanwhile")
         self._wake.set()
         return ticket
 
@@ -110,12 +107,12 @@ class EngineThread:
     @property
     def is_healthy(self) -> bool:
         """Whether an engine is there whose passes do not all fail."""
-        return not self.is_lost and self.health.is_good
+        return self._engine is not None and not self.is_lost and self.health.is_good
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has given up."""
-        return self._engine is None or not self._thread.is_alive()
+        """Whether it has given up; not while a failed engine is being replaced."""
+        return self._has_given_up or not self._thread.is_alive()
 
     def stats(self) -> Stats | None:
         """Of the engine that is there now."""
@@ -126,25 +123,30 @@ class EngineThread:
         while True:
             self._wake.wait()
             self._wake.clear()
-            engine = self._engine
-            while engine is not None and not engine.is_idle:
-                self.health.begin()
-                try:
-                    updates = engine.step()
-                    if not self.health.end(engine.stats()) and not updates:
-                        time.sleep(IDLE_SECONDS)  # all requests are parked
-                except Exception as error:  # whatever a step lets out, others must live on
-                    self._give_up(engine, error)
-                    engine = None  # or its memory would not be free for the next one
-                    engine = self._next()
-            if self._stopping and engine is not None:
-                engine.close()  # cached prefixes go to the store, if there is one
-            if self._stopping or engine is None:
+            while self._engine is not None and not self._engine.is_idle:
+                if not self._step(self._engine):
+                    self._next()
+            if self._stopping and self._engine is not None:
+                self._engine.close()  # cached prefixes go to the store, if there is one
+            if self._stopping or self._engine is None:
                 return
+
+    def _step(self, engine: Engine) -> bool:
+        """One step; whether the engine lives on. No name outlives it here: the next engine needs the memory."""
+        self.health.begin()
+        try:
+            updates = engine.step()
+            if not self.health.end(engine.stats()) and not updates:
+                time.sleep(IDLE_SECONDS)  # all requests are parked
+        except Exception as error:  # whatever a step lets out, others must live on
+            self._give_up(engine, error)
+            return False
+        return True
 
     def _give_up(self, engine: Engine, error: Exception) -> None:
         """An engine has failed: tell its requests, and keep nothing of it."""
-        LOG.critical("the engine failed and is replaced; its requests end with an error", exc_info=error)
+        told = "".join(traceback.format_exception(error))  # a log that keeps frames would keep the engine
+        LOG.critical("the engine failed and is replaced; its requests end with an error\n%s", told)
         self._ready.clear()
         with self._lock:
             self._engine = None
@@ -157,18 +159,17 @@ class EngineThread:
         with suppress(Exception):  # its books are broken
             engine.close(write=False)
 
-    def _next(self) -> Engine | None:
-        """Another engine, or None after too many in a row."""
-        if self._restarts.allow():
+    def _next(self) -> None:
+        """Another engine, or none after too many in a row."""
+        if self.restarts.allow():
             try:
                 self._engine = self._make_engine()
             except Exception:  # no memory, say
                 LOG.critical("no new engine could be made", exc_info=True)
             else:
-                self.num_restarts += 1
                 self.health = Health()
+        self._has_given_up = self._engine is None
         self._ready.set()
-        return self._engine
 
     def _heard(self, ticket: Ticket, update: Update) -> None:
         """Called by the engine, inside a step or in the thread that cancels."""

@@ -47,6 +47,7 @@ class Restarts:
     """Counts how often in a row an engine was replaced: one that fails at once will fail again."""
 
     def __init__(self) -> None:
+        self.count = 0  # of all that were allowed
         self._row, self._last = 0, float("-inf")
 
     def allow(self) -> bool:
@@ -54,4 +55,5 @@ class Restarts:
         now = time.monotonic()
         self._row = self._row + 1 if now - self._last < RESTART_SECONDS else 1
         self._last = now
+        self.count += self._row <= MAX_RESTARTS
         return self._row <= MAX_RESTARTS
