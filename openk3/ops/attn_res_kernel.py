@@ -227,13 +227,16 @@ def constants(D: int, most_warps: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile for rows of 7168 in bfloat16: with sum and norm, as layers read, and without."""
+    """What the launchers compile for rows of 7168 in bfloat16: with sum and norm, as layers read, and without.
+
+    Sums of programs' shares are those of narrower rows, too.
+    """
     absent = ("addend", "newest", "out_weight", "normed", "d_normed", "d_newest", "d_outs")
     kernels = (mix_backward_kernel, mix_forward_kernel)
     cases = [_case(kernel, missing) for kernel in kernels for missing in (("mixed", "d_mixed"), absent)]
     known = dict.fromkeys(mix_vectors_kernel.arg_names, "*bf16") | {"programs": "i32", "D": 7168} | VECTORS
     known |= {"d_vectors": "*fp32", "d_outs": "*fp32"}
-    for missing in ({}, {"d_outs": None, "d_out_weight": None}):
+    for missing in ({}, {"D": 768}, {"d_outs": None, "d_out_weight": None}):
         cases.append((mix_vectors_kernel, known | missing, VECTORS_OPTIONS | {"num_stages": 3}))
     return cases
 

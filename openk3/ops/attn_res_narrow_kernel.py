@@ -155,14 +155,19 @@ def settings(D: int) -> Settings:
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile in bfloat16 for rows of 768 and 1536: layers' reads with sum and norm, bare ones."""
+    """What the launchers compile in bfloat16 for rows of 768 and 1536: layers' reads with sum and norm, bare ones.
+
+    Later reads may have handed back gradients of all sources, or only of the newest one.
+    """
     found = []
-    for D, L, normed in ((768, 9, True), (1536, 9, True), (768, 2, False)):
+    reads = [(768, 9, True, 511), (1536, 9, True, 511), (768, 2, False, 3)]
+    reads += [(768, L, True, later) for L in (2, 5) for later in (2**L - 1, 2 ** (L - 1))]
+    for D, L, normed, later in reads:
         constants, options = settings(D)
         rows = dict.fromkeys(("sources", "later", "grads"), ("*bf16",) * L)
         absent = ("mixed", "d_mixed") if normed else ("addend", "newest", "out_weight", "normed", "d_normed", "d_outs")
         known: dict[str, Any] = rows | dict.fromkeys(("stats", "d_vectors", "d_outs"), "*fp32") | constants
-        known |= {"T": "i32", "eps": "fp32", "norm_eps": "fp32", "WANTED": 2**L - 1, "LATER": 2**L - 1}
+        known |= {"T": "i32", "eps": "fp32", "norm_eps": "fp32", "WANTED": 2**L - 1, "LATER": later}
         for kernel in (narrow_forward_kernel, narrow_backward_kernel):
             arguments = {x: None if x in absent else known.get(x, "*bf16") for x in kernel.arg_names}
             found.append((kernel, arguments, options | {"num_stages": 3}))

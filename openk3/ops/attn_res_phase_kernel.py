@@ -148,18 +148,17 @@ def merge_constants(D: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile for 24 queries over eight blocks of width 7168 in bfloat16, and for their merging."""
-    sources = {"sources": ("*bf16",) * 8, "weights": "*fp32", "T": "i32", "Q": "i32", "eps": "fp32", "one": "fp32"}
-    stats = {"vectors": "*fp32", "vector": "*fp32", "tops": "*fp32", "totals": "*fp32"}
-    merging = {"addend": "*bf16", "newest": "*bf16", "normed": "*bf16", "out_weight": "*bf16", "mixed": None}
-    known = (
-        sources | stats | merging | {"mixture": "*bf16", "mixtures": "*bf16", "partial": "*bf16", "norm_eps": "fp32"}
-    )
-    work = {phase_score_kernel: score_constants(7168, 24), phase_mix_kernel: mix_constants(7168)}
-    chosen, options = merge_constants(7168)
-    work[phase_merge_kernel] = chosen | options
+    """What the launchers compile for 24 queries over eight blocks of width 7168 in bfloat16 and 8 over four of 768."""
+    stats = dict.fromkeys(("weights", "vectors", "vector", "tops", "totals"), "*fp32")
+    merging = dict.fromkeys(("mixture", "mixtures", "partial", "addend", "newest", "normed", "out_weight"), "*bf16")
+    numbers = {"T": "i32", "Q": "i32", "eps": "fp32", "one": "fp32", "norm_eps": "fp32", "mixed": None}
     cases = []
-    for kernel, chosen in work.items():
-        options = {"num_warps": chosen["num_warps"], "num_stages": 3}
-        cases.append((kernel, {name: (known | chosen)[name] for name in kernel.arg_names}, options))
+    for D, L, Q in ((7168, 8, 24), (768, 4, 8)):
+        known = stats | merging | numbers | {"sources": ("*bf16",) * L}
+        work = {phase_score_kernel: score_constants(D, Q), phase_mix_kernel: mix_constants(D)}
+        chosen, options = merge_constants(D)
+        work[phase_merge_kernel] = chosen | options
+        for kernel, chosen in work.items():
+            options = {"num_warps": chosen["num_warps"], "num_stages": 3}
+            cases.append((kernel, {name: (known | chosen)[name] for name in kernel.arg_names}, options))
     return cases

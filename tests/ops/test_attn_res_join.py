@@ -19,11 +19,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENK3_BACKEND", "triton")
 
 
-def draw(L: int, T: int, D: int, Q: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def draw(
+    L: int, T: int, D: int, Q: int, dtype: torch.dtype = torch.float32, device: str = "cpu", query: float = 1.0
+) -> list[Tensor]:
     """Three vectors for each read, blocks of very different sizes, the running one, and what each sub-layer adds."""
-    vectors = [random(D, seed=s).to(dtype) for s in range(3 * Q)]
-    rows = [(random(T, D, seed=100 + i) * 4.0 ** (i % 4 - 2)).to(dtype) for i in range(L)]
-    return [*vectors, *rows, *(random(T, D, seed=200 + i).to(dtype) for i in range(Q))]
+    vectors = [random(D, seed=s) * (query if s < Q else 1.0) for s in range(3 * Q)]
+    rows = [random(T, D, seed=100 + i) * 4.0 ** (i % 4 - 2) for i in range(L)]
+    return [x.to(device, dtype) for x in (*vectors, *rows, *(random(T, D, seed=200 + i) for i in range(Q)))]
 
 
 def results(inputs: list[Tensor], L: int, Q: int, phases: bool) -> list[Tensor]:
@@ -45,7 +47,7 @@ def results(inputs: list[Tensor], L: int, Q: int, phases: bool) -> list[Tensor]:
             normed, partial = mixed.normed_TD, mixed.newest_TD
         found.append(normed)
         addend = torch.sin(normed) + adds[n] if n < Q - 1 else None
-    factors = [random(*x.shape, seed=40 + n).bfloat16().to(x.dtype) for n, x in enumerate(found)]
+    factors = [random(*x.shape, seed=40 + n).bfloat16().to(x) for n, x in enumerate(found)]
     return [*found, *torch.autograd.grad(found, leaves, factors)]
 
 
@@ -54,6 +56,15 @@ def definition(inputs: list[Tensor], L: int, Q: int) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENK3_BACKEND", "reference")
         return results([x.double() for x in inputs], L, Q, False)
+
+
+def apart(inputs: list[Tensor], L: int, Q: int) -> tuple[list[float], list[float]]:
+    """Norm ratios of all results against float64: of single reads, of joined ones."""
+    want, errors = definition(inputs, L, Q), ([], [])
+    for phases in (False, True):
+        for a, b in zip(results(inputs, L, Q, phases), want, strict=True):
+            errors[phases].append(float(((a - b).norm() / b.norm()).detach()))
+    return errors
 
 
 @pytest.mark.parametrize(("L", "T", "D", "Q"), [(1, 2, 5, 2), (2, 7, 40, 2), (5, 3, 16, 4), (9, 1, 40, 3)])
