@@ -154,7 +154,8 @@ class Packed:
         shifted_T[:-1] = labels_T[1:]
         if len(shifted_T):
             # An empty sequence names the last token before it once more, or, as -1, the last one of all.
-            shifted_T[self.cu_seqlens[1:].long() - 1] = IGNORE
+            # Filled by the device itself: a value that is assigned would be a tensor on the CPU first.
+            shifted_T.index_fill_(0, self.cu_seqlens[1:].long() - 1, IGNORE)
         return shifted_T
 
     def expand(self, media_token_id: int) -> Packed:

@@ -19,6 +19,7 @@ from openk3.model.layer import Layer
 from openk3.model.mla import GatedMLA
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.device_tables import device_table, sent
 from openk3.ops.sequences import bounds_on, remember_integers
 
 
@@ -67,15 +68,21 @@ class Pairs(NamedTuple):
 
 
 def next_token_pairs(sequences: Sequences) -> Pairs:
-    """Every position but the last of each sequence, so that no pair crosses a boundary; t + 1 is `here_T + 1`."""
-    device = sequences.cu_seqlens.device
+    """Every position but the last of each sequence, so that no pair crosses a boundary; t + 1 is `here_T + 1`.
+
+    Made once for batches of the same layout: the tensors are not to be written to.
+    """
+    return _pairs(tuple(sequences.lengths), sequences.cu_seqlens.device)
+
+
+@device_table(4)
+def _pairs(lengths: tuple[int, ...], device: torch.device) -> Pairs:
     # Made on the CPU, so that a GPU need not be asked how many there are.
-    counts = [max(0, length - 1) for length in sequences.lengths]
+    counts = [max(0, length - 1) for length in lengths]
     bounds = tuple(accumulate(counts, initial=0))
-    shift_N = torch.tensor(sequences.ends[:-1], dtype=torch.int64) - torch.tensor(bounds[:-1], dtype=torch.int64)
+    starts_N = torch.tensor((0, *accumulate(lengths[:-1])), dtype=torch.int64)[: len(lengths)]
+    shift_N = starts_N - torch.tensor(bounds[:-1], dtype=torch.int64)
     here_T = torch.arange(bounds[-1]) + shift_N.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    if device.type == "cuda":
-        here_T = here_T.pin_memory().to(device, non_blocking=True)
     shorter = bounds_on(bounds, device)
     remember_integers(shorter, bounds)
-    return Pairs(here_T, Sequences(shorter))
+    return Pairs(sent(here_T, device), Sequences(shorter))

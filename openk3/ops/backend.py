@@ -28,6 +28,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "mxfp": ("reference", "triton"),
     "cross_entropy": ("reference", "triton"),
     "newton_schulz": ("reference", "triton"),
+    "widen": ("reference", "triton"),
     "muon": ("reference", "triton"),
     "adamw": ("reference", "triton"),
     "sampling": ("reference",),

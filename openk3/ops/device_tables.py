@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +65,11 @@ def device_table(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return table
 
     return decorate
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on `device`; a GPU copies it from pinned memory in its own time, and is not waited for."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""Triton kernels of the optimizer's passes over values: momentum before Newton-Schulz, and AdamW, over many tensors."""
+"""Triton kernels of the optimizer's passes over values: sums of gradients, momentum before Newton-Schulz, and AdamW."""
 
 from typing import Any
 
@@ -79,6 +79,17 @@ def rescale_kernel(x, peaks, size, BLOCK: tl.constexpr, LIMIT: tl.constexpr):
         tl.store(at, value.to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def widen_kernel(gradient, total, size, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """total (float32) <- gradient, or total + gradient if ADD; both [size], a program takes BLOCK values."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < size
+    value = tl.load(gradient + offsets, mask=inside).to(tl.float32)
+    if ADD:
+        value += tl.load(total + offsets, mask=inside)
+    tl.store(total + offsets, value, mask=inside)
+
+
 @triton.jit(do_not_specialize=["tensors", "beta1", "beta2", "eps", "clip"])
 def adamw_kernel(
     table, sizes, factors, tensor_of, piece_of, tensors, beta1, beta2, eps, clip, BLOCK: tl.constexpr,
@@ -118,6 +129,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     values = {"x": "*bf16", "peaks": "*i32", "size": "i32:16", "BLOCK": VALUES}
     momentum = values | {"table": "*i64", "blocks": "i32", "momentum": "fp32", "clip": "fp32"}
     narrow = {"out": "*bf16", "peaks": "*fp32", "BLOCK": VALUES}
+    widen = {"gradient": "*bf16", "total": "*fp32", "BLOCK": VALUES}
     odd = {"size": "i32", "WHOLE": False, "ALIGNED": False}
     given: dict[str, Any] = {
         "table": "*i64",
@@ -133,6 +145,11 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         (rescale_kernel, values | {"LIMIT": RANGE}, options),
         (narrow_kernel, narrow | {"x": "*bf16", "size": "i32:16", "WHOLE": True}, options),
         (narrow_kernel, narrow | {"x": "*fp32", "size": "i32", "WHOLE": False}, options),
+        *(
+            (widen_kernel, widen | {"size": size, "ADD": add}, options)
+            for size in ("i32:16", "i32")
+            for add in (False, True)
+        ),
         (adamw_kernel, given | {"ALIGNED": True}, options),
         (adamw_kernel, given | {"ALIGNED": False}, options),
     ]

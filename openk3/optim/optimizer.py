@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from openk3.config.train import OptimConfig
+from openk3.ops.backend import pick
 from openk3.ops.norm import at_least_float32
 from openk3.optim.adamw import Moments, adamw_steps
 from openk3.optim.muon import Member, muon_step
+
+WIDENED_BY_KERNEL = 1 << 21  # values of a gradient
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -50,10 +53,7 @@ class Optimizer:
         """Move a narrow gradient into its float32 sum as soon as backward has made it."""
         gradient = parameter.grad
         assert gradient is not None
-        if name in self._wide_gradients:
-            self._wide_gradients[name] += gradient
-        else:
-            self._wide_gradients[name] = at_least_float32(gradient)
+        self._wide_gradients[name] = _widened(gradient, self._wide_gradients.get(name))
         parameter.grad = None
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -132,6 +132,16 @@ class Optimizer:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
         self.publish(self.masters)
+
+
+def _widened(gradient: Tensor, total: Tensor | None) -> Tensor:
+    """The float32 sum with a narrow gradient added; large ones by a kernel, which for small ones saves nothing."""
+    contiguous = gradient.is_contiguous() and (total is None or total.is_contiguous())
+    if gradient.numel() >= WIDENED_BY_KERNEL and contiguous and pick("widen", gradient) == "triton":
+        from openk3.ops.optimizer_fused import widen_kernels
+
+        return widen_kernels(gradient, total)
+    return at_least_float32(gradient) if total is None else total.add_(gradient)
 
 
 def _diagnosis(gradients: dict[str, Tensor], norm: float) -> str:

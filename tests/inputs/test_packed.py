@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from openk3.inputs.packed import IGNORE, Packed
 
@@ -284,3 +285,20 @@ def test_shifted_labels_of_empty_sequences() -> None:
     packed = Packed.join([[], [1, 2, 3], [], [], [4], [5, 6], []])
     assert packed.shifted_labels().tolist() == [2, 3, -100, -100, 6, -100]
     assert Packed.join([[], []]).shifted_labels().tolist() == Packed.join([]).shifted_labels().tolist() == []
+
+
+class NothingFromTheCpu(TorchDispatchMode):
+    """Refuses what copies a number to the device, as a CUDA graph that is being captured does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "index_put" not in str(func) and "lift_fresh" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_labels_are_shifted_on_their_device_alone() -> None:
+    """A graph of a training step may hold it; assigning a number would make a CPU tensor first."""
+    packed = Packed.join([[], [1, 2, 3], [4]])
+    with NothingFromTheCpu():
+        assert packed.shifted_labels().tolist() == [2, 3, IGNORE, IGNORE]
+        with pytest.raises(AssertionError, match="aten"):
+            packed.token_ids_T.clone()[packed.cu_seqlens[1:].long() - 1] = IGNORE

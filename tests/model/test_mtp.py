@@ -86,6 +86,8 @@ def test_pairs_stop_at_boundaries() -> None:
     assert pairs.here_T.tolist() == [0, 1, 4, 5, 6]
     assert pairs.sequences.ends == [0, 2, 2, 2, 5]
     assert pairs.sequences.cu_seqlens.dtype == torch.int32
+    again = next_token_pairs(Sequences(torch.tensor([0, 3, 3, 4, 8], dtype=torch.int64)))
+    assert again.here_T is pairs.here_T  # nothing is copied to a device for a layout that was met before
 
 
 def test_labels_with_images() -> None:

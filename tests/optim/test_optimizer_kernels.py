@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from openk3.config.train import OptimConfig
-from openk3.ops import newton_schulz_fused
+from openk3.ops import newton_schulz_fused, optimizer_fused
 from openk3.optim.optimizer import Optimizer
 
 CONFIG = OptimConfig(lr=0.1, min_lr=0.0, clip_norm=1e9, newton_schulz_steps=2)
@@ -115,3 +116,23 @@ def test_chunks_missing_gradients_and_saved_state(monkeypatch: pytest.MonkeyPatc
     three.add_gradients([gradients(0)[name].bfloat16() if name == "vector" else None for name in parameters])
     three.step(0.1)
     assert {name for name, p in parameters.items() if not torch.equal(p, before[name])} == {"vector"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_micro_batches_are_summed_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four micro-batches, one of them infinite in a place: bit by bit torch's sums, sizes that fit no program."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(3, 2731, generator=generator).to(dtype) * 10**n for n in range(4)]
+    given[2][1, 7] = torch.inf
+    want = given[0].float()
+    for x in given[1:]:
+        want = want + x
+    monkeypatch.setenv("OPENK3_BACKEND", "triton")
+    monkeypatch.setattr("openk3.optim.optimizer.WIDENED_BY_KERNEL", 1)
+    optimizer, weight = Optimizer(CONFIG), nn.Parameter(torch.zeros(3, 2731, dtype=dtype))
+    optimizer.add("weight", weight, blocks=1, decays=False)
+    with mock.patch.object(optimizer_fused, "widen_kernels", wraps=optimizer_fused.widen_kernels) as kernels:
+        for x in given:
+            (weight * x).sum().backward()
+    assert kernels.call_count == 4 and weight.grad is None
+    assert torch.equal(optimizer.gradients()["weight"], want)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from openk3.ops.device_tables import device_table
+from openk3.ops.device_tables import device_table, sent
 from openk3.ops.sequences import shown
 
 CHUNK = 32  # tokens of a tile in all kernels; 16 is possible too
@@ -174,9 +174,9 @@ def tile_table(
     mark_X, rows = _marks(first_P, parts_N, tiles_E[torch.searchsorted(edges_E, torch.tensor(checkpoints))], num_tiles)
     token_P = torch.cat([start_X, bounds_N[-1:]])[first_P]
     host = [start_X, length_X, mark_X, first_N, first_P, bounds_N, token_P, parts_N]
-    ints = torch.cat(host).to(torch.int32).to(device)  # one copy to the device
+    ints = sent(torch.cat(host).to(torch.int32), device)  # one copy to the device
     start, length, mark, first, part, token, part_token, of = ints.split([len(x) for x in host])
-    ends = torch.stack([parts_N[:-1], parts_N[1:] - 1]).to(device)
+    ends = sent(torch.stack([parts_N[:-1], parts_N[1:] - 1]), device)
     return Tiles(
         chunk=chunk,
         bounds=bounds,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openk3.ops.device_tables import device_table
+from openk3.ops.device_tables import device_table, sent
 
 Bounds = tuple[int, ...]
 
@@ -163,8 +163,8 @@ def gradient_tiles(bands: Bands, size: int, device: torch.device) -> GradientTil
 def _order(strips: tuple[int, ...], first: int, device: torch.device) -> Tensor:
     lengths = [b - a for a, b in zip(strips, strips[1:])]
     order = sorted(range(len(lengths)), key=lambda tile: -lengths[tile])
-    return torch.tensor([first + tile for tile in order], dtype=torch.int32, device=device)
+    return sent(torch.tensor([first + tile for tile in order], dtype=torch.int32), device)
 
 
 def _table(rows: list[tuple[int, ...]], columns: int, device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32).view(-1, columns).to(device)
+    return sent(torch.tensor(rows, dtype=torch.int32).view(-1, columns), device)
