@@ -50,7 +50,7 @@ def pretrain() -> PretrainConfig:
     """16,000 steps of 1,048,576 tokens (16.8 G tokens); windows grow from 8,192 to 32,768 for the last tenth."""
     return PretrainConfig(
         model=model(),
-        data=DataConfig(stages=((0.9, 8192), (0.1, 32768)), batch_tokens=1 << 20, micro_batch_tokens=16384),
+        data=DataConfig(stages=((0.9, 8192), (0.1, 32768)), batch_tokens=1 << 20, micro_batch_tokens=32768),
         optim=OptimConfig(lr=5e-4, min_lr=5e-5),
         checkpoint=CheckpointConfig(every=500),
         validation=ValidationConfig(every=250, max_tokens=262144),

@@ -50,7 +50,7 @@ def pretrain() -> PretrainConfig:
     """10,000 steps of 524,288 tokens (5.2 G tokens); windows grow from 8,192 to 65,536 for the last tenth."""
     return PretrainConfig(
         model=model(),
-        data=DataConfig(stages=((0.9, 8192), (0.1, 65536)), batch_tokens=524288, micro_batch_tokens=32768),
+        data=DataConfig(stages=((0.9, 8192), (0.1, 65536)), batch_tokens=524288, micro_batch_tokens=65536),
         optim=OptimConfig(lr=8e-4, min_lr=8e-5),
         checkpoint=CheckpointConfig(every=500),
         validation=ValidationConfig(every=250, max_tokens=262144),
