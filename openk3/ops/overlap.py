@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], Tensor]
+# Beyond, each computation fills a GPU by itself, and two share its caches: a layer of experts takes 40 % longer at 8192
+# rows, where it gains 10 to 20 % up to 1024 (one H200).
+MOST_ROWS = 2048
 
 
 def side_by_side(x: Tensor, first: Work, second: Work) -> tuple[Tensor, Tensor]:
@@ -14,9 +17,10 @@ def side_by_side(x: Tensor, first: Work, second: Work) -> tuple[Tensor, Tensor]:
 
     What follows on the current stream waits for both, and so does the backward pass, whose second half runs on the
     other stream too. Memory of the second's tensors is used anew only by a later second one, which waits for all that
-    the current stream does before. May be captured as a CUDA graph. On other devices one runs after the other.
+    the current stream does before. May be captured as a CUDA graph. On other devices, and for more than MOST_ROWS rows
+    of x, one runs after the other.
     """
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or len(x) > MOST_ROWS:
         return first(), second()
     current = torch.cuda.current_stream(x.device)
     side = _side_of(x.device, current.stream_id)

@@ -153,15 +153,18 @@ def test_two_phases(dtype: torch.dtype, measured: list) -> None:
     ],
 )
 def test_joined_reads(L: int, T: int, D: int, Q: int, dtype: torch.dtype, measured: list) -> None:
-    """All reads of a block in two phases, with gradients: in bfloat16 as close to float64 as single reads but for one
-    more rounding of what is mixed, the same bits each time, amid NaN too."""
+    """All reads of a block in two phases, with gradients: the same bits each time, amid NaN too.
+
+    In bfloat16 as close to float64 as single reads but for two more roundings beside the two of each, of the mixture of
+    finished blocks and of its gradient: 2^0.5 of the error if they are alike, in a chain of reads.
+    """
     inputs = join_checks.draw(L, T, D, Q, dtype, "cuda", 1.6 * D**-0.5)
     single, joined = join_checks.apart(inputs, L, Q)
     groups = {"normed": Q, "d_query": Q, "d_norm_weight": Q, "d_out_weight": Q, "d_block": L, "d_added": Q}
     found, names = {}, [name for name, count in groups.items() for _ in range(count)]
     for name, one, two in zip(names, single, joined, strict=True):
         found[name] = max(two, found.get(name, 0.0))
-        assert two < (max(1.3 * one, 4e-3) if dtype == torch.bfloat16 else 2e-5), (name, single, joined)
+        assert two < (max(1.5 * one, 4e-3) if dtype == torch.bfloat16 else 2e-5), (name, single, joined)
     measured.append(("joined", f"attn_res {(L, T, D, Q)} {str(dtype)[6:]}", found))
     want = join_checks.results(inputs, L, Q, True)
     with poisoned_memory():

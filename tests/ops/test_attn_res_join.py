@@ -77,7 +77,7 @@ def test_equals_the_definition(L: int, T: int, D: int, Q: int) -> None:
 
 
 def test_bfloat16_is_as_close_as_single_reads() -> None:
-    """One more rounding of what is mixed, and none that gradients of queries or small blocks feel."""
+    """Two more roundings beside two, of mixtures and of their gradients, and none that queries or small blocks feel."""
     inputs = draw(4, 4, 256, 3, torch.bfloat16)
     want = definition(inputs, 4, 3)
     apart = [
