@@ -42,7 +42,7 @@ class Job:
     cache: RequestCache | None = None
     finish: Finish | None = None
     rank: tuple[int, int] = (0, 0)  # who goes first where only one can; set once, by the scheduler
-    last_served: int = -1  # step of its last pass
+    last_served: int = -1  # step of its last turn
     blocked_since: int | None = None  # step at which room was missing first
     parked: bool = False
     suspect_until: int = 0  # a pass failed that was to compute so many tokens: until then it runs alone

@@ -62,9 +62,9 @@ class Scheduler:
         works = []
         shares = self._shares.divide(self.config.step_tokens, self._candidates())
         for job, num_tokens in sorted(shares.items(), key=lambda item: item[0].rank):
+            job.last_served = self.step  # also without room: then it is the turn of those before it, who make room
             work = self._reserve(job, num_tokens)
             if work is not None:
-                job.last_served = self.step
                 works.append(work)
         return sorted(works, key=lambda work: work.order)
 
