@@ -151,12 +151,13 @@ def test_only_those_who_come_soon_enough_overtake(patience: int) -> None:
     assert one.idle()
 
 
-def test_a_job_without_room_does_not_hold_up_those_before_it() -> None:
-    """One token a pass, two jobs that each need a page, and none is left: the second cannot have one, and the first,
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 5), (5, 3), (7, 1)])
+def test_a_job_without_room_does_not_hold_up_those_before_it(lengths: tuple[int, int]) -> None:
+    """One token a pass, two jobs that need a page each, and none is left: the second cannot have one, and the first,
     which can take the second's, has its turn all the same."""
-    one = engine(2 * (2 + 2), 1)
-    jobs = [one.submit(tokens(n, 8), answer=20) for n in range(2)]
-    assert one.run(*jobs, most=150) < 150
+    one = engine(7, 1)
+    jobs = [one.submit(tokens(n, length), answer=20) for n, length in enumerate(lengths)]
+    assert one.run(*jobs, most=200) < 200
     assert one.scheduler.num_preempted >= 1 and one.idle()
 
 
