@@ -79,8 +79,6 @@ def from_validation(error: ValidationError) -> ApiError:
     """400 that names the first field at fault and says what is wrong with it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, message = first["type"], first["msg"]
-    if kind == "json_invalid":
-        return ApiError(400, f"body: not JSON ({message.removeprefix('Invalid JSON: ')})", code="invalid_json")
     param = ""
     for part in first["loc"]:
         if isinstance(part, int):

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openk3.config.json_file import JsonError, parse_json
+from openk3.config.json_file import parse_json
 from openk3.engine.request import Request, SamplingParams
 from openk3.serve.answers import Answers, Usage
 from openk3.serve.errors import ApiError
@@ -113,11 +113,7 @@ def block_object(segment: Segment) -> dict[str, Any]:
         return {"type": "thinking", "thinking": segment.text, "signature": SIGNATURE}
     if segment.kind == "content":
         return {"type": "text", "text": segment.text}
-    try:
-        given = parse_json(_object_text(segment.text))
-    except JsonError:
-        given = None
-    given = given if isinstance(given, dict) else {RAW: segment.text}
+    given = _parsed(_object_text(segment.text))
     return {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": given}
 
 
@@ -173,6 +169,16 @@ def _events(change: Change) -> Iterator[dict[str, Any]]:
     if segment.kind == "reasoning":
         yield {"type": "content_block_delta", **place, "delta": {"type": "signature_delta", "signature": SIGNATURE}}
     yield {"type": "content_block_stop", **place}
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Arguments as JSON can say them again: no infinite numbers, no half characters; else their text under a key."""
+    try:
+        value = parse_json(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:  # JsonError too
+        value = None
+    return value if isinstance(value, dict) else {RAW: text}
 
 
 def _object_text(text: str, so_far: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -202,9 +204,17 @@ class Visit:
 
 
 def read_model(data: bytes, model: type[BaseModel]) -> Any:
-    """A body as the schema's object. Raises ApiError 400 naming the first field at fault."""
+    """A body as the schema's object. Raises ApiError 400 naming the first field at fault.
+
+    JSON has no infinite numbers: neither by name, nor as one that is too large.
+    """
     try:
-        return model.model_validate_json(data)
+        body = from_json(data, allow_inf_nan=False)
+        json.dumps(body, allow_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"body: not JSON ({error})", code="invalid_json") from None
+    try:
+        return model.model_validate(body)
     except ValidationError as error:
         raise from_validation(error) from None
 

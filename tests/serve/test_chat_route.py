@@ -268,6 +268,17 @@ def test_other_errors(live: Live, client: openai.OpenAI) -> None:
     assert httpx.get(f"{live.url}/v1/chat/completions").status_code == 405
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud800"', "1" + "0" * 5000])
+def test_what_is_no_json_is_refused_wherever_it_stands(live: Live, value: str) -> None:
+    """In fields that are kept as they are: a tool's parameters, metadata, which some routes tell again."""
+    tools = f'"tools": [{{"type": "function", "name": "f", "parameters": {{"a": {value}}}}}]'
+    chat = f'"metadata": {{"k": {value}}}, "messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1'
+    for path, fields in (("responses", f'"input": "x", {tools}'), ("chat/completions", chat)):
+        body = f'{{"model": "{MODEL}", {fields}}}'
+        answer = httpx.post(f"{live.url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json", answer.text
+
+
 def test_models(live: Live, client: openai.OpenAI) -> None:
     """One, with its context."""
     (model,) = client.models.list()

@@ -131,6 +131,16 @@ def test_arguments_that_are_no_object_come_under_a_key(live: Live, client: anthr
     assert whole.input == streamed.input == {"raw_arguments": 'say "hi"'}
 
 
+@pytest.mark.parametrize("text", ['{"n": 1e999}', '{"n": NaN}', '{"s": "\\ud800"}'])
+def test_arguments_that_json_cannot_say_again(live: Live, text: str) -> None:
+    """Infinite numbers and half characters are no reason for a 5xx."""
+    live.say("greet", f'{CLOSE}think{SEP}{OPEN}tools{SEP}{OPEN}call tool="f" index="1"{SEP}{text}{CLOSE}call{SEP}')
+    live.says["greet"] += TOKENIZER.encode_control(f"{CLOSE}tools{SEP}{CLOSE}message{SEP}")
+    answer = live.post("/v1/messages", {"model": MODEL, "max_tokens": 80, "messages": USER})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content"][-1]["input"] == {"raw_arguments": text}
+
+
 def test_thinking_and_effort(live: Live) -> None:
     """Absent is max; budgets become efforts in order; an unknown effort is refused; disabled is disabled."""
 
