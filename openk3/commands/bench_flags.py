@@ -44,7 +44,7 @@ class BenchTrain:
 class BenchServe:
     """Measure how fast an engine answers: output tokens per second at several loads, with guesses and without.
 
-    Prompts are pieces of a text; answers are as long as asked for. Each load keeps that many requests under way until
+    Prompts are pieces of a text, answers of several lengths. Each load keeps that many requests under way until
     all are through. Guesses never change an answer, so only times differ.
 
     example: openk3 bench serve runs/mine --text src/ --concurrency 1 16 --drafts off mtp
@@ -66,7 +66,7 @@ class BenchServe:
     prompt_tokens: int = 128
     """Length of each prompt."""
     answer_tokens: int = 64
-    """Length of each answer."""
+    """Mean length of an answer; they have from half to one and a half of it."""
     temperature: float = 0.0
     """0 takes the most likely token each time."""
     rounds: int = 3

@@ -11,7 +11,7 @@ import torch
 from openk3.cli import main
 from openk3.commands import bench_serve
 from openk3.commands.bench_flags import BenchServe
-from openk3.commands.bench_serve import keep_under_way, num_requests, prompts, table
+from openk3.commands.bench_serve import answer_length, keep_under_way, num_requests, prompts, table
 from openk3.config.serve import CacheConfig, EngineConfig
 from openk3.engine.engine import Engine
 from openk3.engine.request import Request, SamplingParams
@@ -40,7 +40,7 @@ def test_figures_agree(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert row["times_as_fast"] == row["tokens_per_s"] / plain["tokens_per_s"]
         assert row["times_as_fast_by_cpu"] == row["tokens_per_cpu_s"] / plain["tokens_per_cpu_s"]
     lines = table(found)
-    assert len(lines) == 2 + len(rows) + 1 and "prompts of 12 tokens, answers of 6" in lines[0]
+    assert len(lines) == 2 + len(rows) + 1 and "prompts of 12 tokens, answers of about 6" in lines[0]
     assert f"{rows[2]['tokens_per_s']:,.1f}" in lines[4]
 
 
@@ -69,6 +69,9 @@ def test_prompts_are_pieces_of_the_text() -> None:
     assert (num_requests(flags, 1), num_requests(flags, 3)) == (6, 18)
     assert prompts(list(range(10)), flags)[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
     assert len(prompts(list(range(10)), flags)) == 21
+    for mean in (1, 2, 7, 64):
+        lengths = [answer_length(n, mean) for n in range(mean // 2 * 2 + 1)]
+        assert sorted(lengths) == list(range(mean - mean // 2, mean + mean // 2 + 1))
 
 
 @pytest.mark.parametrize(
