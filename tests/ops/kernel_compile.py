@@ -26,12 +26,13 @@ from types import ModuleType
 from typing import Any
 
 import barrier_memory
+import machine_code
 import product_pipelines
 import wgmma_descriptors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPS = ROOT / "openk3" / "ops"
-RULES = (barrier_memory, product_pipelines, wgmma_descriptors)
+RULES = (barrier_memory, machine_code, product_pipelines, wgmma_descriptors)
 # Shared memory that one block may have, in bytes, by compute capability.
 SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 MNEMONICS = ("HGMMA", "HMMA", "BAR", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "UTMALDG", "SYNCS")
@@ -105,10 +106,7 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
-    from triton.tools import disasm
 
-    # Triton reads addresses of four digits: what lies behind the first 4,096 instructions would be left out.
-    disasm.FLINE_RE = re.compile(disasm.FLINE_RE.pattern.replace(r"\w{4}", r"\w{4,}"))
     kernel, arguments, options = load(path).compile_cases(arch)[number]
     source = source_of(kernel, arguments)
     rules = [Path(str(module.__file__)).read_text() for module in (sys.modules[__name__], *RULES)]
@@ -121,8 +119,9 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(log):
         knobs.cache.dir = folder
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        code = compiled.asm["sass"] if arch == 90 or sass else ""
+        code = machine_code.disassembled(compiled.asm["cubin"]) if arch == 90 or sass else ""
     followed, wrong = wgmma_descriptors.compare(compiled.asm["ptx"], code) if arch == 90 else (0, [])
+    wrong += machine_code.unwritten(code)
     wrong += product_pipelines.overwritten(compiled.asm["ttgir"])
     wrong += barrier_memory.reused(compiled.asm["ttgir"]) if kernel.is_gluon() else []
     found = usage(log.getvalue())
@@ -139,8 +138,8 @@ def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: P
         "sass": dict(Counter(re.findall(rf"\b({'|'.join(MNEMONICS)})\b", code))),
     }
     if sass:
-        for kind in ("ptx", "ttgir", "sass"):
-            (sass / f"{kernel.__name__}.{number}.sm_{arch}.{kind}").write_text(compiled.asm[kind])
+        for kind, text in (("ptx", compiled.asm["ptx"]), ("ttgir", compiled.asm["ttgir"]), ("sass", code)):
+            (sass / f"{kernel.__name__}.{number}.sm_{arch}.{kind}").write_text(text)
     if stored:
         partial = stored.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(result))

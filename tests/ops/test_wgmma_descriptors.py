@@ -69,10 +69,68 @@ def test_loops_are_followed() -> None:
     assert compare(PTX, never) == (2, [])
 
 
-def test_what_is_unknown_is_let_be() -> None:
+def test_what_is_unknown_is_not_right() -> None:
     """Registers from elsewhere, predicated instructions, a carry that something else has overwritten."""
     elsewhere = SASS.replace("UIADD3 UR26, UP0, UR14, 0x2, URZ", "R2UR UR26, R3")
     perhaps = SASS.replace("	UIADD3 UR26, UP0, UR14, 0x2", "	@UP1 UIADD3 UR26, UP0, UR4, 0x4")
     overwritten = SASS.replace("	UIADD3.X", "	VOTEU.ALL UP0, P1;\n--:-:-:-:1	UIADD3.X")
-    for text in (elsewhere, perhaps, overwritten):
-        assert compare(PTX, text) == (1, [])
+    wide = SASS.replace("	UIADD3.X", "	UIMAD.WIDE.U32 UR26, UR9, UR5, URZ;\n--:-:-:-:1	UIADD3.X")
+    for text in (elsewhere, perhaps, overwritten, wide):
+        assert compare(PTX, text) == (2, ["product 1: 0x8000002000001042 has become something unknown"])
+
+
+def test_slots_of_rings() -> None:
+    """Where the slot is only known on the machine, what is added to its address counts, and that it is an address."""
+    loads = ("mov.u32 	%r1, 0;\n	@%p1 ld.global.b32 { %r1 }, [%rd9];", "ld.shared.v2.b32 {%r1, %r5}, [%r6];")
+    for load in loads:
+        ring = PTX.replace("mov.b32 	%r1, global_smem;", load)
+        somewhere = SASS.replace("UMOV UR7, 0x400", "R2UR UR7, R3")
+        for text in (
+            SASS,
+            somewhere,
+            somewhere.replace("USGXT.U32 UR14, UR14, 0xe", "ULOP3.LUT UR14, UR14, 0x3fff, URZ, 0xc0, !UPT"),
+        ):
+            assert compare(ring, text) == (2, [])
+        wrong = "product 1: a slot + 0x8000002000000002 has become "
+        assert compare(ring, somewhere.replace("0x2, URZ", "0x4, URZ")) == (2, [f"{wrong}a slot + 0x8000002000000004"])
+        assert compare(ring, somewhere.replace("UR26, UP0, UR14,", "UR26, UP0, UR4,")) == (2, [f"{wrong}an argument"])
+        lost = somewhere.replace("UR26, UP0, UR14,", "UR26, UP0, UR26,")
+        assert compare(ring, lost) == (2, [f"{wrong}something unknown"])
+        cut = somewhere.replace("USGXT.U32 UR14, UR14, 0xe", "USGXT.U32 UR14, UR14, 0xf")
+        assert len(compare(ring, cut)[1]) == 2
+    moved = PTX.replace("add.s32 	%r2, %r1, 65536", "ld.global.b32 %r2, [%rd9]").replace(
+        "bfe.u32 	%r3, %r2, 4, 14", "and.b32 	%r3, %r2, 16383"
+    )
+    first = SASS.replace(
+        "	UMOV UR15", "	@P0 BRA LBB1;\n--:-:-:-:1	UMOV UR14, 0x40;\nLBB1:\n--:-:-:-:1	UMOV UR15"
+    )
+    assert compare(moved, first.replace("UMOV UR7, 0x400", "R2UR UR7, R3")) == (2, [])
+
+
+def test_what_ptx_does_not_know_is_let_be() -> None:
+    """No number, and no address of 14 bits."""
+    unknown = PTX.replace("bfe.u32 	%r3, %r2, 4, 14;", "ld.global.b32 %r3, [%rd9];")
+    assert compare(unknown, SASS.replace("USGXT.U32 UR14, UR14, 0xe", "R2UR UR14, R3")) == (0, [])
+
+
+def test_copies_in_other_registers_are_followed() -> None:
+    """Uniform registers that did not suffice wait in those of lanes, unless something overwrites them there."""
+    moves = ("IMAD.U32 R9, RZ, RZ, UR14;", "UMOV UR14, 0x7;", "MOV R4, R9;", "%sR2UR UR14, R4;")
+    away = "\n--:-:-:-:1	".join((*moves, "UMOV UR15,"))
+    text = SASS.replace("UMOV UR15,", away)
+    assert compare(PTX, text % "") == (2, [])
+    for between in ("LDS.128 R2, [R8];", "IMAD.WIDE R4, R2, R3, RZ;", "@P0 MOV R4, 0x7;", "HGMMA.64x8x16.F32 R4, R2;"):
+        assert len(compare(PTX, text % f"{between}\n--:-:-:-:1	")[1]) == 2
+    assert compare(PTX, text % "ISETP.GE.AND P0, PT, R4, R2, PT;\n--:-:-:-:1	") == (2, [])
+
+
+def test_parts_in_another_order() -> None:
+    """ptxas may move blocks: each product of PTX needs one of its own."""
+    first, second = (
+        "HGMMA.64x32x16.F32.BF16 R24, R72, gdesc[UR12], R24;",
+        "HGMMA.64x32x16.F32.BF16 R24, R76, gdesc[UR24]",
+    )
+    behind = SASS.replace(f"	{first}\n", "	NOP;\n") + f"--:-:-:-:1	{first}\n"
+    assert compare(PTX, behind) == (2, [])
+    twice = behind.replace(second, second.replace("UR24", "UR12"))
+    assert compare(PTX, twice)[1] == ["product 1: 0x8000002000001042 has become 0x8000002000001040"]

@@ -1,9 +1,10 @@
 """Compare the shared-memory descriptors of Hopper's matrix products in PTX with those in what ptxas made of it.
 
 ptxas 12.8 can lose the base of a descriptor: where two buffers follow each other at one address and both are operands,
-a later step of a product read at an address made of a kernel argument. That shows only on a GPU, as garbage. Here the
-instructions that make descriptors are computed on both sides, as far as they depend on nothing unknown; those of the
-machine along every way through the program, loops included.
+a later step of a product read at an address made of a kernel argument, or of a register that nothing had written. That
+shows only on a GPU, as garbage. Here the instructions that make descriptors are computed on both sides, those of the
+machine along every way through the program, loops included. Where PTX makes a descriptor of nothing unknown it must be
+the same number; where it is that of a slot of a ring, what is added to the slot's address must be the same.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import takewhile
 from typing import NamedTuple
+
+from machine_code import blocks_of, overwritten, uniform
 
 WORD, WIDE = 2**32 - 1, 2**64 - 1
 BASE = 0x400  # where a block's shared memory begins
+SLOT = 2**14 - 1  # the bits of an address in a descriptor
 ARGUMENT = -1  # made of a kernel argument
 MIXED = -2  # not the same along all ways that lead here
 BINARY: dict[str, Callable[[int, int], int]] = {
@@ -30,199 +36,242 @@ BINARY: dict[str, Callable[[int, int], int]] = {
 }
 
 
+class Slot(NamedTuple):
+    """An address of 14 bits that is not known, and what has been added to it."""
+
+    more: int
+
+
+Value = int | Slot | None
+Operands = tuple[Value, Value]
+
+
 def lut(table: int, x: int, y: int, z: int) -> int:
     """Any function of three bits, for all bits of three words."""
     parts = ((x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z) for i in range(8) if table >> i & 1)
-    total = 0
-    for part in parts:
-        total |= part & WORD
-    return total
+    return reduce(operator.or_, parts, 0) & WORD
 
 
-def of_ptx(text: str) -> list[tuple[int | None, ...]]:
+def total(parts: list[Value], mask: int) -> Value:
+    """A sum of numbers and of one slot's address at most."""
+    slots = [x for x in parts if isinstance(x, Slot)]
+    numbers = sum(x.more if isinstance(x, Slot) else x for x in parts) & mask
+    return numbers if not slots else Slot(numbers) if len(slots) == 1 else None
+
+
+def joined(x: Value, y: Value) -> Value:
+    """x | y, where one of them is a slot's address and the other has none of its bits."""
+    slot, number = (x, y) if isinstance(x, Slot) else (y, x)
+    apart = isinstance(slot, Slot) and is_number(number) and not (slot.more | number) & SLOT
+    return Slot(slot.more | number) if apart else None
+
+
+def cut(x: Value, bits: int) -> Value:
+    """The lowest bits of a value."""
+    return x & bits if is_number(x) else Slot(0) if bits == SLOT else None
+
+
+def of_ptx(text: str) -> list[Operands]:
     """The descriptors of each product in order; None where an operand is in registers or depends on what is unknown."""
-    written = re.findall(r"^\s*(?:@!?%p\d+ )?([a-z]\S*)\s+(%\w+), (.*);", text, re.MULTILINE)
+    written = re.findall(r"^\s*(?:@!?%p\d+ )?([a-z]\S*)\s+(%\w+|\{[^}]*\}), (.*);", text, re.MULTILINE)
     sources: dict[str, list[tuple[str, list[str]]]] = {}
-    for operation, target, operands in written:
-        sources.setdefault(target, []).append((operation, operands.split(", ")))
-    known: dict[str, int | None] = {"global_smem": BASE}
+    for operation, targets, operands in written:
+        for target in re.findall(r"%\w+", targets):  # several in braces, even one of a load: made of what is unknown
+            made = (operation, operands.split(", ")) if target == targets else ("elsewhere", [targets])
+            sources.setdefault(target, []).append(made)
+    known: dict[str, Value] = {"global_smem": BASE}
 
-    def value(name: str) -> int | None:
+    def value(name: str) -> Value:
         if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", name):
             return int(name, 0) & WIDE
         if name not in known:
             known[name] = None
-            if len(sources.get(name, [])) == 1:
-                operation, operands = sources[name][0]
-                known[name] = computed(operation, [value(x) for x in operands])
+            found = [
+                of_instruction(operation, [value(x) for x in operands]) for operation, operands in sources.get(name, [])
+            ]
+            known[name] = found[0] if found and all(x == found[0] for x in found) else None
         return known[name]
 
-    def computed(operation: str, x: list[int | None]) -> int | None:
-        kind, mask = operation.split(".")[0], WIDE if "64" in operation else WORD
-        if any(part is None for part in x):
-            return None
-        if kind in ("mov", "cvt", "cvta", "shfl"):
-            return x[0] & mask
-        if kind == "bfe":
-            return (x[0] >> x[1]) & ((1 << x[2]) - 1)
-        if kind == "mad":
-            return (x[0] * x[1] + x[2]) & mask
-        if kind == "lop3":
-            return lut(x[3], *x[:3])
-        return BINARY[kind](*x) & mask if kind in BINARY and len(x) == 2 else None
-
-    found = []
+    pairs = []
     for operands in re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (.*);", text):
         first, second = re.sub(r"\{[^}]*\}", "registers", operands).split(", ")[:2]
-        found.append((None if first == "registers" else value(first), value(second)))
-    return found
+        pairs.append((None if first == "registers" else value(first), value(second)))
+    return pairs
+
+
+def of_instruction(operation: str, x: list[Value]) -> Value:
+    """What an instruction of PTX makes."""
+    kind, mask = operation.split(".")[0], WIDE if "64" in operation else WORD
+    if kind == "bfe" and x[1:] == [4, 14]:
+        return cut(x[0] >> 4 if is_number(x[0]) else None, SLOT)
+    if kind == "and" and SLOT in x:
+        return cut(x[1] if x[0] == SLOT else x[0], SLOT)
+    if None in x:
+        return None
+    if kind in ("mov", "cvt", "cvta", "shfl"):
+        return x[0] & mask if is_number(x[0]) else x[0]
+    if kind == "add":
+        return total(x, mask)
+    if not all(map(is_number, x)):
+        return joined(*x) if kind == "or" else None
+    if kind == "bfe":
+        return (x[0] >> x[1]) & ((1 << x[2]) - 1)
+    if kind == "mad":
+        return (x[0] * x[1] + x[2]) & mask
+    if kind == "lop3":
+        return lut(x[3], *x[:3])
+    return BINARY[kind](*x) & mask if kind in BINARY and len(x) == 2 else None
 
 
 @dataclass
-class Uniform:
-    """Uniform registers somewhere in a program: a word, ARGUMENT, MIXED, or None where unknown."""
+class Registers:
+    """Registers and carries somewhere in a program: a word, a slot's address, ARGUMENT, MIXED, None where unknown."""
 
-    words: dict[int, int | None] = field(default_factory=dict)
-    carries: dict[str, int | None] = field(default_factory=lambda: {"UPT": 1})
+    words: dict[str, Value] = field(default_factory=lambda: {"URZ": 0, "RZ": 0, "UPT": 1, "PT": 1})
 
-    def copy(self) -> Uniform:
+    def copy(self) -> Registers:
         """The same, to be changed."""
-        return Uniform(dict(self.words), dict(self.carries))
+        return Registers(dict(self.words))
 
-    def joined(self, other: Uniform) -> Uniform:
+    def joined(self, other: Registers) -> Registers:
         """What is known where two ways meet."""
-        words = {name: met(x, other.words.get(name)) for name, x in self.words.items()}
-        return Uniform(words, {name: met(x, other.carries.get(name)) for name, x in self.carries.items()})
+        return Registers({name: met(x, other.words.get(name)) for name, x in self.words.items()})
 
-    def word(self, name: str) -> int | None:
+    def word(self, name: str) -> Value:
         """A register or a number."""
-        if name == "URZ":
-            return 0
-        if match := re.fullmatch(r"(-?)UR(\d+)", name):
-            x = self.words.get(int(match[2]))
-            return -x & WORD if match[1] and is_number(x) else x
         if match := re.fullmatch(r"c\[0x0\]\[(0x\w+)\]", name):
             return ARGUMENT if int(match[1], 16) >= 0x210 else None
-        return int(name, 16) & WORD if re.fullmatch(r"-?0x\w+", name) else None
+        if re.fullmatch(r"-?0x\w+", name):
+            return int(name, 16) & WORD
+        x = self.words.get(name.lstrip("-~!"))
+        if name[0] == "!":
+            return 1 - x if x in (0, 1) else None
+        if name[0] in "-~":
+            x = (-x if name[0] == "-" else ~x) & WORD if is_number(x) else worst([x])
+        return x
 
-    def pair(self, low: int) -> int | None:
-        """Two registers as one number."""
-        parts = [self.words.get(low), self.words.get(low + 1)]
-        return parts[0] | parts[1] << 32 if all(map(is_number, parts)) else worst(parts)
-
-    def wide(self, name: str) -> int | None:
-        """A register pair or a number."""
-        if match := re.fullmatch(r"(-?)UR(\d+)", name):
-            x = self.pair(int(match[2]))
-            return -x & WIDE if match[1] and is_number(x) else x
-        return 0 if name == "URZ" else int(name, 16)
+    def pair(self, low: str) -> Value:
+        """Two registers as one number, or a number."""
+        if low == "URZ" or re.fullmatch(r"-?0x\w+", low):
+            return 0 if low == "URZ" else int(low, 16)
+        first = int(re.search(r"\d+", low)[0])
+        parts = [self.words.get(f"UR{first}"), self.words.get(f"UR{first + 1}")]
+        if not all(is_known(x) for x in parts) or isinstance(parts[1], Slot):
+            return worst(parts)
+        x = total([parts[0], parts[1] << 32], WIDE)
+        return x if low[0] != "-" else -x & WIDE if is_number(x) else None
 
     def step(self, line: str) -> None:
         """One line of a program."""
-        if match := re.search(r"\t(?:@\S+ )?\S+ ((?:!?UP\d, )+)", line):  # all but sums overwrite these
-            self.carries |= dict.fromkeys(re.findall(r"UP\d", match[1]))
-        match = re.search(r"\t(@\S+ )?(U\S+|R2UR\S*) UR(\d+), (.*);", line)
+        match = re.search(r"\t(@\S+ )?([A-Z]\S*) (.*);", line)
         if not match:
             return
-        operation, target, operands = match[2], int(match[3]), match[4].replace(".reuse", "").split(", ")
-        double = operation in ("ULDC.64", "UIADD3.64")
-        if match[1] or operation.startswith("R2UR"):
-            self.words[target] = None
-            if double:
-                self.words[target + 1] = None
-        elif operation == "ULEA" and operands[0].startswith("UR") and operands[-1] == "0x18":
-            self.words[target] = BASE
-        elif operation == "ULDC.64":
-            self.words[target] = self.words[target + 1] = self.word(operands[0])
-        elif double:
-            x = [self.wide(name) for name in operands[:2]]
-            total = sum(x) & WIDE if all(map(is_number, x)) else worst(x)
-            plain = is_number(total)
-            self.words[target], self.words[target + 1] = (total & WORD, total >> 32) if plain else (total, total)
+        guard, operation, operands = match[1], match[2], match[3].replace(".reuse", "").split(", ")
+        changed: dict[str, Value] = dict.fromkeys(f"UR{n}" for n in uniform(line)[1])
+        changed |= dict.fromkeys(overwritten(line))
+        leading = list(takewhile(is_predicate, operands))
+        target, *rest = operands[len(leading) :] or [""]
+        carries = list(takewhile(is_predicate, rest))
+        changed |= dict.fromkeys(leading + carries)
+        if target in changed and not guard and not leading:
+            self.make(changed, operation, target, rest[len(carries) :], carries)
+        self.words |= {name: x for name, x in changed.items() if name not in ("UPT", "PT", "URZ", "RZ")}
+
+    def make(self, changed: dict[str, Value], operation: str, target: str, rest: list[str], carries: list[str]) -> None:
+        """The results of one instruction, if it makes one of those that descriptors are made of."""
+        if operation == "ULDC.64":
+            changed |= dict.fromkeys(changed, self.word(rest[0]))
+        elif operation == "UIADD3.64":
+            x = [self.pair(name) for name in rest if name != "URZ"]
+            made = total(x, WIDE) if all(map(is_known, x)) else worst(x)
+            low = made & WORD if is_number(made) else Slot(made.more & WORD) if isinstance(made, Slot) else made
+            high = made >> 32 if is_number(made) else made.more >> 32 if isinstance(made, Slot) else made
+            changed |= {target: low, f"UR{int(target[2:]) + 1}": high}
         else:
-            predicates = [name for name in operands if re.fullmatch(r"!?UP\w", name)]
-            x = [self.word(name) for name in operands if name not in predicates]
-            if operation == "UIADD3.X":
-                x.append(0 if predicates[:1] in ([], ["!UPT"]) else self.carries.get(predicates[0]))
-            known = all(map(is_number, x))
-            if operation == "UIADD3" and predicates:
-                self.carries[predicates[0]] = sum(x[:3]) >> 32 if known else worst(x)
-            self.words[target] = made_of(operation, x) if known else worst(x)
+            x = [self.word(name) for name in rest if not is_predicate(name)]
+            if operation.endswith(".X"):
+                x.append(self.word(next(filter(is_predicate, rest), "!PT")))
+            changed[target] = made_of(operation.lstrip("UV"), x)
+            if carries and operation.endswith("IADD3"):
+                sums = total(x, WIDE) if all(map(is_known, x)) else worst(x)
+                changed[carries[0]] = 0 if isinstance(sums, Slot) else sums >> 32 if is_number(sums) else sums
 
 
-def made_of(operation: str, x: list[int]) -> int | None:
-    """A word made of known ones."""
-    match operation:
-        case "UMOV" | "ULDC":
-            return x[0]
-        case "UIADD3" | "UIADD3.X":
-            return sum(x) & WORD
-        case "USHF.R.U32.HI":
-            return x[2] >> x[1]
-        case "USHF.L.U32":
+def made_of(kind: str, x: list[Value]) -> Value:
+    """The word that an instruction makes of others."""
+    if kind == "LEA" and x[1:] == [BASE, 0x18]:  # a block without a cluster begins where any block does
+        return BASE
+    if kind == "SGXT.U32":
+        return cut(x[0], (1 << x[1]) - 1) if is_number(x[1]) else worst(x)
+    if kind == "LOP3.LUT" and x[2:] == [0, 0xC0] and SLOT in x[:2]:
+        return cut(x[0] if x[1] == SLOT else x[1], SLOT)
+    if not all(map(is_known, x)):
+        return worst(x)
+    if kind in ("MOV", "LDC", "R2UR"):
+        return x[0]
+    if kind in ("IADD", "IADD3", "IADD3.X"):
+        return total(x, WORD)
+    if kind in ("IMAD.U32", "IMAD.MOV.U32", "IMAD.X") and x[:2] == [0, 0]:
+        return total(x[2:], WORD)
+    if kind == "LOP3.LUT" and x[2:] == [0, 0xFC] and not all(map(is_number, x)):
+        return joined(*x[:2])
+    return made_of_numbers(kind, x) if all(map(is_number, x)) else None
+
+
+def made_of_numbers(kind: str, x: list[int]) -> int | None:
+    """The word that an instruction makes of known ones."""
+    match kind:
+        case "SHF.R.U32.HI":
+            return x[2] >> (x[1] & 31)
+        case "SHF.L.U32":
             return x[0] << (x[1] & 31) & WORD
-        case "USGXT.U32":
-            return x[0] & ((1 << x[1]) - 1)
-        case "ULEA.HI":
+        case "IMAD" | "IMAD.SHL.U32":
+            return (x[0] * x[1] + x[2]) & WORD
+        case "LEA":
+            return ((x[0] << x[2]) + x[1]) & WORD
+        case "LEA.HI":
             return ((x[0] << x[3] >> 32) + x[1]) & WORD
-        case "ULOP3.LUT":
+        case "LOP3.LUT":
             return lut(x[3], *x[:3])
     return None
 
 
-def is_number(x: int | None) -> bool:
+def is_number(x: Value) -> bool:
     """Whether a value is one number."""
-    return x is not None and x >= 0
+    return isinstance(x, int) and x >= 0
 
 
-def worst(parts: list[int | None]) -> int | None:
-    """What is made of values that are not all numbers."""
-    return ARGUMENT if ARGUMENT in parts else None if None in parts else MIXED
+def is_known(x: Value) -> bool:
+    """Whether a value is one number, or made of a slot's address."""
+    return is_number(x) or isinstance(x, Slot)
 
 
-def met(x: int | None, y: int | None) -> int | None:
+def is_predicate(name: str) -> bool:
+    """Whether an operand is one of a condition, or a carry."""
+    return re.fullmatch(r"!?U?P[\dT]", name) is not None
+
+
+def worst(parts: list[Value]) -> int | None:
+    """What is made of values that are not all known."""
+    return ARGUMENT if ARGUMENT in parts else None if None in parts else MIXED if MIXED in parts else None
+
+
+def met(x: Value, y: Value) -> Value:
     """What is known of a value that is x along some ways and y along others."""
-    return x if x == y else None if None in (x, y) else MIXED
+    if x == y or is_one_of(x, y):
+        return x
+    return y if is_one_of(y, x) else None if None in (x, y) else MIXED
 
 
-class Block(NamedTuple):
-    """Instructions that run one after another, and the numbers of the blocks that may come next."""
-
-    lines: list[str]
-    following: list[int]
+def is_one_of(slot: Value, x: Value) -> bool:
+    """Whether a number is the address of some slot, with what has been added."""
+    return isinstance(slot, Slot) and is_number(x) and 0 <= x - slot.more <= SLOT
 
 
-def blocks_of(text: str) -> list[Block]:
-    """A program of the machine's, cut at its labels and jumps."""
-    pieces: list[list[str]] = [[]]
-    places: dict[str, int] = {}
-    for line in text.splitlines():
-        if match := re.match(r"\s*(\.?L\w+):", line):
-            if pieces[-1]:
-                pieces.append([])
-            places[match[1]] = len(pieces) - 1
-        elif "\t" in line:
-            pieces[-1].append(line)
-            if re.search(r"\t(@\S+ )?(BRA|BRX|EXIT)\b", line):
-                pieces.append([])
-    blocks = []
-    for number, lines in enumerate(pieces):
-        following = [number + 1] if number + 1 < len(pieces) else []
-        if lines and (match := re.search(r"\t(@\S+ )?(BRA|BRX|EXIT)(\S*) ?(.*);", lines[-1])):
-            always = not (match[1] or match[3] or "," in match[4])
-            following = [] if always else following
-            if match[2] == "BRX":  # by a table
-                following += places.values()
-            elif (target := match[4].split(", ")[-1]) in places:  # code that only brings lanes together has no label
-                following.append(places[target])
-        blocks.append(Block(lines, following))
-    return blocks
-
-
-def of_sass(text: str) -> Iterator[tuple[int | None, ...]]:
+def of_sass(text: str) -> Iterator[Operands]:
     """The same of the machine's instructions."""
     blocks = blocks_of(text)
-    entering: dict[int, Uniform] = {0: Uniform()}
+    entering: dict[int, Registers] = {0: Registers()}
     waiting = [0]
     while waiting:
         number = waiting.pop()
@@ -236,23 +285,47 @@ def of_sass(text: str) -> Iterator[tuple[int | None, ...]]:
                 entering[following] = after
                 waiting.append(following)
     for number, block in enumerate(blocks):
-        state = entering.get(number, Uniform()).copy()
+        state = entering.get(number, Registers()).copy()
         for line in block.lines:
             if match := re.search(r"HGMMA\S* R\d+, (R\d+, )?gdesc\[UR(\d+)\]", line):
                 low = int(match[2])
-                yield None if match[1] else state.pair(low), state.pair(low + 2)
+                yield None if match[1] else state.pair(f"UR{low}"), state.pair(f"UR{low + 2}")
             state.step(line)
 
 
+def paired(asked: list[Operands], made: list[Operands]) -> list[tuple[Operands, Operands]]:
+    """What PTX asks for and what came of it, in PTX's order; parts of the program may follow each other otherwise."""
+
+    def fits(want: Operands, got: Operands) -> bool:
+        return all(x is None or x == y or is_one_of(x, y) for x, y in zip(want, got))
+
+    if all(map(fits, asked, made)):
+        return list(zip(asked, made))
+    found: dict[int, Operands] = {}
+    rest = dict(enumerate(made))
+    for n in sorted(range(len(asked)), key=lambda n: asked[n].count(None)):
+        place = next((m for m, got in rest.items() if fits(asked[n], got)), None)
+        if place is not None:
+            found[n] = rest.pop(place)
+    left = list(rest.values())
+    return [(want, found[n] if n in found else left.pop(0)) for n, want in enumerate(asked)]
+
+
 def compare(ptx: str, sass: str) -> tuple[int, list[str]]:
-    """How many descriptors of products are known on both sides, and those that are not what PTX asks for."""
+    """How many descriptors of products PTX makes of nothing unknown, and those that did not become what it asks for."""
     if "wgmma.mma_async" not in ptx:
         return 0, []
     asked, made = of_ptx(ptx), list(of_sass(sass))
     if len(asked) != len(made):
         return 0, [f"{len(asked)} products in PTX, {len(made)} in SASS"]
-    both = [(n, want, got) for n, pairs in enumerate(zip(asked, made)) for want, got in zip(*pairs)]
-    known = [(n, want, got) for n, want, got in both if want is not None and got is not None]
-    names = {ARGUMENT: "an argument", MIXED: "one thing or another"}
-    wrong = [f"product {n}: {x:#x} has become {names.get(y) or hex(y)}" for n, x, y in known if x != y]
+    both = [(n, want, got) for n, pair in enumerate(paired(asked, made)) for want, got in zip(*pair)]
+    known = [(n, want, got) for n, want, got in both if want is not None]
+    wrong = [f"product {n}: {spoken(x)} has become {spoken(y)}" for n, x, y in known if x != y and not is_one_of(x, y)]
     return len(known), wrong
+
+
+def spoken(x: Value) -> str:
+    """A value in words."""
+    if isinstance(x, Slot):
+        return f"a slot + {x.more:#x}"
+    return {None: "something unknown", ARGUMENT: "an argument", MIXED: "one thing or another"}.get(x) or hex(x)

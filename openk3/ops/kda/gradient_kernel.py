@@ -300,7 +300,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= {"start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "C": 32, "EXACT": False}
     cases = []
-    for K, V in ((128, 128), (64, 64), (64, 128)) if arch == 90 else ((128, 128),):
+    fewer = [(128, 64), (64, 128), (64, 64), (64, 16), (32, 64), (16, 64)] if arch == 90 else []
+    for K, V in [(128, 128), *fewer]:
         options = settings(K, V, arch)
         cases.append((gradient_kernel, given | {"K": K, "V": V, "BV": options.pop("BV")}, options))
     return cases
