@@ -113,7 +113,7 @@ class Bench:
     implementations: dict[str, Any]
     device: torch.device
     protocol: Protocol | None  # None: errors alone
-    heads_checked: int = 3
+    heads_checked: int = 12  # gradients of A_log are one number a head: of fewer, chance decides which is nearer
 
     def measure(self, row: Work | DecodeWork) -> dict[str, Any]:
         """Errors, and unless they are all that is asked for times and memory, of every implementation."""

@@ -149,6 +149,12 @@ def take_heads(found: dict[str, Tensor], heads: list[int]) -> dict[str, Tensor]:
     return {name: value[heads] if name in first else value[:, heads] for name, value in found.items()}
 
 
+def join_heads(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Results of one set of heads after another as those of all."""
+    first = ("d_A_log", "d_dt_bias")
+    return {name: torch.cat([part[name] for part in parts], 0 if name in first else 1) for name in parts[0]}
+
+
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Relative error |got - want| / |want| of each result (norms over all its elements); nan stays nan.
 
