@@ -18,6 +18,7 @@ from openk3.serve.health import Health, Restarts
 from openk3.serve.mail import Mail, News, Ticket
 
 LOG = logging.getLogger(__name__)
+PAUSE_SECONDS = 1.0  # between two tries to make an engine
 NEXT_SECONDS = 60.0  # that a request waits for the engine that follows a failed one
 
 
@@ -57,9 +58,9 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: Request, sink: Callable[[News], None]) -> Ticket:
-        """Take a request, from any thread but the engine's. Raises what Engine.submit raises, and EngineDown.
+        """Take a request, from any thread but the engine's; waits while a failed engine is being replaced.
 
-        While a failed engine is being replaced, this waits for the next one.
+        Raises what Engine.submit raises, and EngineDown.
         """
         self._ready.wait(NEXT_SECONDS)
         engine, ticket = self._engine, Ticket(sink)
@@ -74,6 +75,7 @@ class EngineThread:
         except BaseException:
             with self._lock:
                 self._tickets.pop(ticket, None)
+            del engine  # the error's frames would keep it
             raise
         self._wake.set()
         return ticket
@@ -116,8 +118,7 @@ class EngineThread:
 
     def stats(self) -> Stats | None:
         """Of the engine that is there now."""
-        engine = self._engine
-        return None if engine is None else engine.stats()
+        return None if (engine := self._engine) is None else engine.stats()
 
     def _run(self) -> None:
         while True:
@@ -161,13 +162,13 @@ class EngineThread:
 
     def _next(self) -> None:
         """Another engine, or none after too many in a row."""
-        if self.restarts.allow():
+        while self._engine is None and self.restarts.allow():
             try:
                 self._engine = self._make_engine()
-            except Exception:  # no memory, say
+            except Exception:  # no memory, say, while a thread that submits has still to let the old one go
                 LOG.critical("no new engine could be made", exc_info=True)
-            else:
-                self.health = Health()
+                time.sleep(PAUSE_SECONDS)
+        self.health = Health()
         self._has_given_up = self._engine is None
         self._ready.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from live_server import TOKENIZER, tiny_engine
 from openk3.engine.engine import Engine
 from openk3.engine.request import Request, SamplingParams, Token
 from openk3.engine.stream import Update
-from openk3.serve import health
+from openk3.serve import engine_thread, health
 from openk3.serve.answers import Answers
 from openk3.serve.engine_thread import EngineDown, EngineThread
 from openk3.serve.errors import ApiError
@@ -95,7 +96,11 @@ def test_an_engine_that_fails_is_replaced() -> None:
     def make() -> Engine:
         if engines:  # as a server asks that must not stop now
             assert not threads[0].is_lost and not threads[0].is_healthy
-            gc.collect()
+            for _ in range(200):  # a thread that submits may hold it a moment longer
+                gc.collect()
+                if engines[0]() is None:
+                    break
+                time.sleep(0.01)
             assert engines[0]() is None  # its memory is free for this one
         engine = faulty()
         engines.append(weakref.ref(engine))
@@ -106,11 +111,32 @@ def test_an_engine_that_fails_is_replaced() -> None:
         first = await read(thread, [request()])
         Faulty.faults = 1
         with pytest.raises(ApiError, match="AssertionError.*restarted") as error:
-            await read(thread, [request(), request()])
+            await read(thread, [request()])
         assert error.value.status == 500 and error.value.code == "engine_failed"
         assert await read(thread, [request()]) == first
         assert thread.restarts.count == 1 and thread.is_healthy and thread.num_live == 0
         assert engines[1]() is not None
+
+    run(make, work)
+
+
+def test_an_engine_that_cannot_be_made_at_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may come free a moment later; requests wait for it."""
+    monkeypatch.setattr(engine_thread, "PAUSE_SECONDS", 0.02)
+    Faulty.faults, made = 0, list[int]()
+
+    def make() -> Engine:
+        made.append(len(made))
+        if len(made) in (2, 3):
+            raise MemoryError
+        return faulty()
+
+    async def work(thread: EngineThread) -> None:
+        first = await read(thread, [request()])
+        Faulty.faults = 1
+        with pytest.raises(ApiError):
+            await read(thread, [request()])
+        assert await read(thread, [request()]) == first and made == [0, 1, 2, 3] and thread.is_healthy
 
     run(make, work)
 
