@@ -37,6 +37,7 @@ from kda_timing import Protocol, copy_rate  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 HARD = "hard inputs"  # chosen by --rows like a row
+HEADS_CHECKED = 12  # gradients of A_log are one number a head: of fewer, chance decides which is nearer
 VARLEN = {"1300+547+2048+963+271+3063": (1300, 547, 2048, 963, 271, 3063), "8x1024": (1024,) * 8}
 
 
@@ -113,7 +114,7 @@ class Bench:
     implementations: dict[str, Any]
     device: torch.device
     protocol: Protocol | None  # None: errors alone
-    heads_checked: int = 12  # gradients of A_log are one number a head: of fewer, chance decides which is nearer
+    heads_checked: int
 
     def measure(self, row: Work | DecodeWork) -> dict[str, Any]:
         """Errors, and unless they are all that is asked for times and memory, of every implementation."""
@@ -237,7 +238,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, reason in missing.items():
         print(f"{name} is left out: {reason}")
     protocol = Protocol(repeats=5, warmups=2) if options.quick else Protocol()
-    bench = Bench(implementations, device, None if options.check_only else protocol, 1 if options.quick else 3)
+    bench = Bench(
+        implementations, device, None if options.check_only else protocol, 1 if options.quick else HEADS_CHECKED
+    )
     rate = copy_rate(device, protocol)
     results: dict[str, Any] = conditions(device, kda_peers.versions(list(implementations)), options.commit or commit())
     results |= {"copy_tb_s": rate / 1e12, "left_out": missing, "rows": [], "checks": []}
