@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,13 @@ def _joint_memory(model: nn.Module, dtype: torch.dtype, device: torch.device | s
     """Memory of weights that a module multiplies the same input by, its `joint` ones: one behind the other."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        names = [name for name in getattr(module, "joint", ()) if getattr(module, name) is not None]
-        rows = [module.get_submodule(name).weight.shape[0] for name in names]
-        if names:
-            width = module.get_submodule(names[0]).weight.shape[1]
+        joint = cast("tuple[str, ...]", getattr(module, "joint", ()))
+        maps = {name: cast(nn.Linear, getattr(module, name)) for name in joint if getattr(module, name) is not None}
+        rows = [each.out_features for each in maps.values()]
+        if maps:
+            width = next(iter(maps.values())).in_features
             parts = torch.empty(sum(rows), width, dtype=dtype, device=device).split(rows)
-            found |= {f"{path}.{name}.weight": part for name, part in zip(names, parts)}
+            found |= {f"{path}.{name}.weight": part for name, part in zip(maps, parts)}
     return found
 
 
