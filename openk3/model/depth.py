@@ -7,7 +7,7 @@ unfinished block. Full form (eqs. 8-9): every sub-layer's output is a source of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from openk3.ops.norm import at_least_float32
 PHASE_ONE_ELEMENTS = 1 << 26  # values of sources and mixtures that phase one may hold at once (256 MiB in float32)
 # Where kernels read depth: as many in the sources' own format, and only where two phases move fewer bytes than one.
 FUSED_PHASE_ONE_ELEMENTS, FUSED_PHASE_ONE_TOKENS, FUSED_PHASE_ONE_SOURCES = 1 << 30, 256, 3
-# In training: whether reads of a block share a phase one, and from how many finished blocks on.
-JOIN_IN_TRAINING, JOINED_SOURCES = False, 3
 
 
 class DepthQuery(nn.Module):
@@ -54,7 +52,6 @@ class DepthStream:
     `writes_per_block`: 2 * attn_res_block_size in block form (a layer writes twice), 1 in full form.
     `upcoming`: all reads in order; if given, reads are evaluated in two phases (report section 5.4.2), which is the
     same softmax with the finished sources read once for many queries. It is for inference: no weights are traced.
-    `joined`: all reads by `read_normed` in order; the same for training, where kernels read depth.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class DepthStream:
         *,
         trace: Trace = NO_TRACE,
         upcoming: Sequence[DepthQuery] = (),
-        joined: Sequence[DepthQuery] = (),
     ) -> None:
         self.sources = [x_TD]
         self.partial: Tensor | None = None
@@ -76,8 +72,6 @@ class DepthStream:
         self._num_reads = 0
         self._num_writes = 0
         self._phase_one: list[_PhaseOne] = []
-        self._joined = list(joined) if self._fused else []
-        self._prepared: list[Any] = []  # reads of this block whose phase one is done
 
     @property
     def prefix_TD(self) -> Tensor:
@@ -88,7 +82,6 @@ class DepthStream:
     def read(self, query: DepthQuery) -> Tensor:
         """h [T, D] = sum_i p_i v_i over the sources so far, p = softmax_i(query . RMSNorm(v_i))."""
         self._settle()
-        self._prepared = []
         self._num_reads += 1
         if self._has_phase_one():
             return self._merge(self._phase_one.pop(0), query.eps)
@@ -105,14 +98,7 @@ class DepthStream:
         alone = self.partial is None and (len(self.sources) == 1 or bool(self._upcoming))
         if not self._fused or alone or norm.eps != query.eps or (closing and self._upcoming):
             return norm(self.read(query))
-        prepared = self._joined_read() if self._joined else None
         self._num_reads += 1
-        if prepared is not None and self.partial is not None:
-            from openk3.ops.attn_res_join_fused import join
-
-            normed_TD, self.partial = join(prepared, norm.weight, norm.eps, self.partial, self._unsummed)
-            self._settle(self.partial)
-            return normed_TD
         if self.partial is not None and self._has_phase_one():
             one = self._phase_one.pop(0)
             normed_TD, newest_TD = merge_normed(
@@ -149,20 +135,7 @@ class DepthStream:
             self._unsummed = None
         if self.partial is not None and self._num_writes % self.writes_per_block == 0:
             self.sources = [*self.sources, self.partial]
-            self.partial, self._prepared = None, []
-
-    def _joined_read(self) -> Any:
-        """The next read, prepared with the others that share its finished blocks; None where that is not worth it."""
-        if not self._prepared and self.partial is not None and len(self.sources) >= JOINED_SOURCES:
-            from openk3.ops.attn_res_join_fused import begin_reads, obstacle
-
-            # the read that closes the block is the last one
-            left = self.writes_per_block - (self._num_writes - 1) % self.writes_per_block
-            queries = self._joined[self._num_reads :][:left]
-            if len(queries) > 1 and obstacle([*self.sources, self.partial], len(queries)) is None:
-                vectors = [(query.proj, query.norm) for query in queries]
-                self._prepared = begin_reads(self.sources, vectors, queries[0].eps)
-        return self._prepared.pop(0) if self._prepared else None
+            self.partial = None
 
     def _has_phase_one(self) -> bool:
         """Whether the next read has a phase-one result; begins a phase one if that is worth it."""
@@ -220,7 +193,6 @@ def open_stream(
     """
     if config.attn_res_mode == "full":
         return DepthStream(x_TD, 1, trace=trace)
-    traced, trains = trace.wants("depth"), torch.is_grad_enabled()
-    upcoming = () if trains or traced else queries
-    joined = queries[:-1] if JOIN_IN_TRAINING and trains and not traced else ()
-    return DepthStream(x_TD, 2 * config.attn_res_block_size, trace=trace, upcoming=upcoming, joined=joined)
+    two_phase = not torch.is_grad_enabled() and not trace.wants("depth")
+    upcoming = queries if two_phase else ()
+    return DepthStream(x_TD, 2 * config.attn_res_block_size, trace=trace, upcoming=upcoming)

@@ -106,9 +106,8 @@ def run_latent_moe() -> None:
 
 
 def run_depth() -> None:
-    """Depth reads of layers and of the output, forward and backward; two phases, without and with gradients."""
+    """Depth reads of layers and of the output, forward and backward; phase one for a block's queries, and a merge."""
     from openk3.ops.attn_res import inter_block, merge_normed, mix_depth, mix_depth_normed
-    from openk3.ops.attn_res_join_fused import begin_reads, join
 
     rows = [torch.randn(300, 7168, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(10)]
     query, norm, out = (torch.randn(7168, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
@@ -116,17 +115,14 @@ def run_depth() -> None:
         found = mix_depth_normed(rows[:L], query, norm, out, 1e-5, addend_TD=rows[9])
         torch.autograd.grad((found.normed_TD.sum() + found.newest_TD.sum()), [query, norm, out, *rows[:L], rows[9]])
     torch.autograd.grad(mix_depth(rows[:9], query, norm, 1e-5)[0].sum(), [query, norm, *rows[:9]])
-    with torch.no_grad():
-        vectors = torch.randn(24, 7168, device="cuda")
-        one = inter_block(rows[:8], vectors, 1e-5, dtype=torch.bfloat16)
-        first = one[0][0], one[1][0], one[2][0]
-        merge_normed(first, rows[8], vectors[0], out, eps=1e-5, addend_TD=rows[9])
     for width, L, Q in ((7168, 8, 24), (768, 4, 8)):
         some = [x[:, :width].detach().contiguous().requires_grad_() for x in rows]
         query, norm, out = (torch.randn(width, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-        reads = begin_reads(some[:L], [(query, norm)] * Q, 1e-5)
-        normed, newest = join(reads[0], out, 1e-5, some[8], some[9])
-        torch.autograd.grad(normed.sum() + newest.sum(), [query, norm, out, *some[:L], *some[8:]])
+        with torch.no_grad():
+            vectors = torch.randn(Q, width, device="cuda")
+            one = inter_block(some[:L], vectors, 1e-5, dtype=torch.bfloat16)
+            first = one[0][0], one[1][0], one[2][0]
+            merge_normed(first, some[8], vectors[0], out, eps=1e-5, addend_TD=some[9])
     for count in (2, 5):
         found = mix_depth_normed(some[:count], query, norm, out, 1e-5, addend_TD=some[9])
         torch.autograd.grad(found.normed_TD.sum() + found.newest_TD.sum(), [query, norm, out, *some[:count], some[9]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import test_attn_res_join as join_checks
 import torch
 from kda_kernel_checks import errors, poisoned_memory, same_bits
 from torch import Tensor
@@ -141,35 +140,6 @@ def test_two_phases(dtype: torch.dtype, measured: list) -> None:
         assert torch.equal(newest, partial + values["addend"])
         want, _ = merge_normed(exact_row, newest.double(), vectors[5].double(), weight.double(), eps=EPS)
     assert max(errors({"n": normed}, {"n": want}).values()) < (5e-3 if dtype == torch.bfloat16 else 5e-6)
-
-
-@pytest.mark.parametrize(
-    ("L", "T", "D", "Q", "dtype"),
-    [
-        (6, 300, 768, 8, torch.bfloat16),
-        (8, 70, 7168, 24, torch.bfloat16),
-        (4, 33, 1000, 5, torch.bfloat16),
-        (3, 50, 2560, 4, torch.float32),
-    ],
-)
-def test_joined_reads(L: int, T: int, D: int, Q: int, dtype: torch.dtype, measured: list) -> None:
-    """All reads of a block in two phases, with gradients: the same bits each time, amid NaN too.
-
-    In bfloat16 as close to float64 as single reads but for two more roundings beside the two of each, of the mixture of
-    finished blocks and of its gradient: 2^0.5 of the error if they are alike, in a chain of reads.
-    """
-    inputs = join_checks.draw(L, T, D, Q, dtype, "cuda", 1.6 * D**-0.5)
-    single, joined = join_checks.apart(inputs, L, Q)
-    groups = {"normed": Q, "d_query": Q, "d_norm_weight": Q, "d_out_weight": Q, "d_block": L, "d_added": Q}
-    found, names = {}, [name for name, count in groups.items() for _ in range(count)]
-    for name, one, two in zip(names, single, joined, strict=True):
-        found[name] = max(two, found.get(name, 0.0))
-        assert two < (max(1.5 * one, 4e-3) if dtype == torch.bfloat16 else 2e-5), (name, single, joined)
-    measured.append(("joined", f"attn_res {(L, T, D, Q)} {str(dtype)[6:]}", found))
-    want = join_checks.results(inputs, L, Q, True)
-    with poisoned_memory():
-        got = join_checks.results(inputs, L, Q, True)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_model_reads_depth_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

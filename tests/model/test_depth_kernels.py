@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from openk3.model import depth as depth_module
-from openk3.model.depth import DepthQuery, DepthStream, open_stream
+from openk3.model.depth import DepthQuery, DepthStream
 from openk3.model.norm import RMSNorm
 from openk3.model.trace import Recorder, Trace
-from openk3.ops import attn_res_join_fused
-from openk3.recipes import model as recipe
 
 WIDTH, EPS = 24, 1e-5
 
@@ -25,15 +23,6 @@ class Depths(Trace):
     def depth(self, layer: int, site: str, probs_TL: Tensor) -> None:
         """Keep."""
         self.kept.append(probs_TL.detach())
-
-
-class Looking(DepthStream):
-    """Asks for the running sum after each write."""
-
-    def write(self, y_TD: Tensor) -> None:
-        """Keep it, too."""
-        super().write(y_TD)
-        self.looked = [*getattr(self, "looked", []), self.prefix_TD]
 
 
 def parts(count: int) -> tuple[list[DepthQuery], list[RMSNorm], Tensor]:
@@ -104,48 +93,19 @@ def test_two_phases(room: int, phases: int, monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("looks", [False, True])
-def test_joined_reads_in_training(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads that share a phase one, blocks ending in between; who looks at the sum at times ends one early."""
-    queries, norms, x_TD = parts(18)
-    leaves = [x_TD, *(p for query in queries[1:] for p in query.parameters()), *(norm.weight for norm in norms[:-1])]
-    counts: list[int] = []
-    begin = attn_res_join_fused.begin_reads
-    monkeypatch.setattr(
-        attn_res_join_fused, "begin_reads", lambda blocks, xs, eps: counts.append(len(xs)) or begin(blocks, xs, eps)
-    )
-    found = []
-    for kernels in (False, True):
-        if kernels:
-            by_kernels(monkeypatch)
-        reads = run((Looking if looks else DepthStream)(x_TD, 4, joined=queries[:-1]), queries, norms)
-        loss = sum((read * (1 + n)).square().sum() for n, read in enumerate(reads))
-        found.append([*reads, *torch.autograd.grad(loss, leaves)])
-    assert counts == [4, 4]
-    for want, got in zip(*found, strict=True):
-        assert float((got - want).detach().norm() / want.detach().norm()) < 2e-3
-
-
-def test_who_trains_joins_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of models share phases only with gradients, where nobody asks for weights, and if that is switched on."""
-    by_kernels(monkeypatch)
-    config, x_TD = recipe("tiny").text, torch.randn(3, WIDTH)
-    queries = parts(6)[0]
-    assert open_stream(x_TD, config, queries)._joined == []
-    monkeypatch.setattr(depth_module, "JOIN_IN_TRAINING", True)
-    assert open_stream(x_TD, config, queries)._joined == queries[:-1]
-    assert open_stream(x_TD, config, queries, Recorder())._joined == []
-    with torch.no_grad():
-        assert open_stream(x_TD, config, queries)._joined == []
-
-
 def test_a_look_at_the_prefix_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for the running sum makes it at once; later reads are the same."""
     by_kernels(monkeypatch)
     queries, norms, x_TD = parts(6)
+    looked: list[Tensor] = []
+
+    class Looking(DepthStream):
+        def write(self, y_TD: Tensor) -> None:
+            super().write(y_TD)
+            looked.append(self.prefix_TD)
+
     want = run(DepthStream(x_TD, 4), queries, norms)
-    stream = Looking(x_TD, 4)
-    got, looked = run(stream, queries, norms), stream.looked
+    got = run(Looking(x_TD, 4), queries, norms)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert torch.equal(looked[-1], got[-1]) and len(looked) == 5
