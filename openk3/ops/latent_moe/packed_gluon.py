@@ -162,7 +162,7 @@ def layouts(warps: int, tokens: int) -> tuple[Any, ...]:
     return products, codes, scales, rows
 
 
-def settings(tokens: int, warps: int = 4, ahead: int = 2) -> dict[str, Any]:
+def settings(tokens: int, warps: int = 2, ahead: int = 2) -> dict[str, Any]:
     """Compile-time arguments for tiles of at most so many rows, and launch options."""
     return {
         "N": tokens,
