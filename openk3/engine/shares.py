@@ -6,9 +6,10 @@ tokens, three quarters of the budget are for the first kind and a quarter is for
 of their part is for their drafts. Quarters are exact on average of four turns. Hence these bounds, with B tokens in a
 pass, for jobs that have their pages:
 - of D jobs with one token left, each has it within ceil(D / (3 B // 4)) passes (B > 1);
-- a job with several tokens left is through after ceil(4 W / 3 R) + 1 passes, and one more for each checkpoint that cuts
-  a chunk short, where R tokens of each pass are for such jobs (B / 4 at worst), and W are those of all jobs of higher
-  priority or not longer than it, itself included: a long prompt never delays a short one by its length;
+- a job with several tokens left has one left after ceil(4 W / 3 R) + 1 passes, and one more for each checkpoint that
+  cuts a chunk short, where R tokens of each pass are for such jobs (B / 4 at worst), and W are those of all jobs of
+  higher priority or not longer than it, itself included: a long prompt never delays a short one by its length; the
+  last token waits as those of decoding jobs do, D of them with its own kind: ceil(4 D / 3 B) passes;
 - the first in rank has R / 4 tokens of each pass, so no flow of short requests starves a long one.
 """
 

@@ -155,13 +155,13 @@ def without_gates(*args: Any, **options: Any) -> K3:
 
 def shared_key_normed(patch: Patch) -> None:
     """Only the latent is normed; the shared key part is cached as projected."""
-    latent = mla.GatedMLA.latent
+    latent = mla.GatedMLA._latent
 
-    def normed(self: mla.GatedMLA, x_TD: Tensor) -> Tensor:
-        latent_TC, shared_TR = latent(self, x_TD).split((self.kv_rank, self.shared), -1)
+    def normed(self: mla.GatedMLA, joint_TC: Tensor) -> Tensor:
+        latent_TC, shared_TR = latent(self, joint_TC).split((self.kv_rank, self.shared), -1)
         return torch.cat((latent_TC, F.rms_norm(shared_TR, shared_TR.shape[-1:])), -1)
 
-    patch.setattr(mla.GatedMLA, "latent", normed)
+    patch.setattr(mla.GatedMLA, "_latent", normed)
 
 
 def high_nibble_first(patch: Patch) -> None:
