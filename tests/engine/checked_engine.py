@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -75,7 +76,10 @@ class CheckedEngine(Engine):
             assert torch.equal(self.memory._words_PRB[pages], kept), "a page was written after it was sealed"
 
     def is_empty(self) -> bool:
-        """Nobody holds a page or an entry outside, and forgetting all prefixes frees all pages."""
+        """Nobody holds a page or, once what is on its way has come, an entry outside; forgetting all frees all."""
+        patience = time.monotonic() + 30
+        while self.pinned_bytes() and time.monotonic() < patience:
+            time.sleep(0.001)
         held = self.pool.num_held + self.pinned_bytes()
         self._loop.books.prefixes.clear()
         self.check()

@@ -37,6 +37,17 @@ GUESSES = st.one_of(
 )
 
 
+def keep_time(one: CheckedEngine) -> None:
+    """Adaptive lengths learn from times that tokens say, so that two runs of one example take the same steps."""
+    speculation = one._loop.speculation
+    assert speculation is not None
+    learn, guessed = speculation.learn, speculation.length.guessed
+    speculation.learn = lambda works, outcomes, seconds: learn(
+        works, outcomes, 0.01 + 0.001 * sum(work.num_tokens for work in works)
+    )
+    speculation.length.guessed = lambda drafts, steps, seconds: guessed(drafts, steps, 0.001 * steps)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """S03, S04, S05: chunks, hits, parts of pages, eviction, preemption, cancellation, images, failures, in any order.
 
@@ -75,6 +86,8 @@ class EngineMachine(RuleBasedStateMachine):
         options = {**limits, **sizes, "speculation": guesses[0]}
         self.engine: CheckedEngine = engine(pages, step_tokens=budget, patience=patience, **options)
         self.draft: ScriptedDraft | None = None
+        if guesses[0] is not None and guesses[0].adaptive:
+            keep_time(self.engine)
         if guesses[1]:
             self.draft = take_script(self.engine, guesses[1])
 

@@ -143,12 +143,12 @@ def test_requests_that_wait_do_not_block_others() -> None:
 @pytest.mark.parametrize("gate", ["has_gate", "get_gate"])
 def test_a_store_that_does_not_answer(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request waits as long as it may, then computes; a store that does not even say what it has is left."""
-    monkeypatch.setattr(prefetch, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(prefetch, "ASK_SECONDS", 0.05 if gate == "has_gate" else 30)
     store = SlowStore()
     one = engine(tier=tier(), store=store)
     finish(one, greedy(prompt(33)))
     one.close()
-    one = engine(tier=tier(wait_seconds=0.1), store=store)
+    one = engine(tier=tier(wait_seconds=30 if gate == "has_gate" else 0.1), store=store)
     getattr(store, gate).clear()
     waits = []
     for n in range(2):
