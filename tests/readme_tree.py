@@ -16,6 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = (
     "commands",
     "recipes",
+    "fleet",
     "evals",
     "serve",
     "train",

@@ -1,0 +1,85 @@
+"""FleetConfig: classes of requests and their budgets, and when a replica counts as lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from openk3.config.model import ConfigError
+
+_MOST = 2**48
+
+
+@dataclass(frozen=True)
+class CostClass:
+    """Requests whose cost, uncached tokens of the prompt plus those of the answer, is at most `most_tokens`.
+
+    They have a budget of their own, which requests of other classes neither use nor wait for.
+    """
+
+    name: str
+    most_tokens: int  # 0 in the last class: whatever is larger
+    replica_tokens: int  # of requests under way in one replica of weight 1
+    fleet_tokens: int = 0  # of requests under way in all replicas; 0 is no limit
+    queue: int = 1024  # requests that may wait
+
+
+CLASSES = (
+    CostClass("short", 8_192, 131_072),
+    CostClass("long", 131_072, 524_288),
+    CostClass("huge", 0, 2_097_152),
+)
+UNBUDGETED = (CostClass("all", 0, _MOST - 1),)
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """How the policy of a router decides. Times are seconds. Raises ConfigError naming the field."""
+
+    classes: tuple[CostClass, ...] = CLASSES
+    is_affine: bool = True  # False: every request goes to the replica with the least work
+    is_budgeted: bool = True  # False: nothing waits
+    ring_points: int = 160  # of a replica of weight 1
+    sessions: int = 100_000  # whose place is remembered
+    session_seconds: float = 3600.0  # after which a prefix counts as evicted
+    patience_seconds: float = 10.0  # that a request waits for its prefix before it is computed again elsewhere
+    queue_seconds: float = 60.0  # that a request waits at all
+    answer_tokens: int = 1024  # of an answer: what is expected, if no less is asked for
+    bytes_per_token: float = 4.0
+    image_tokens: int = 1024
+    tries: int = 3  # replicas that one request is sent to
+    fail_after: int = 3  # checks in a row: the replica is failed
+    recover_after: int = 2  # checks in a row: it is healthy again
+    break_after: int = 3  # requests in a row that it broke: none is sent for a while
+    backoff_seconds: float = 1.0  # doubles with each such time
+    most_backoff_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        for name in ("ring_points", "sessions", "bytes_per_token", "tries", "fail_after", "recover_after"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name}: must be positive")
+        if not self.classes or not self.break_after:
+            raise ConfigError("classes, break_after: must not be empty or 0")
+        limits = [one.most_tokens for one in self.classes]
+        if limits[-1] != 0 or 0 in limits[:-1] or limits[:-1] != sorted(set(limits[:-1])):
+            raise ConfigError("classes: most_tokens must rise from class to class and be 0 in the last one")
+        if len({one.name for one in self.classes}) < len(self.classes):
+            raise ConfigError("classes: two have the same name")
+        for one in self.classes:
+            _check_numbers(one)
+            if one.replica_tokens == 0:
+                raise ConfigError(f"classes: replica_tokens of {one.name!r} must be positive")
+
+    @property
+    def used_classes(self) -> tuple[CostClass, ...]:
+        """The classes, or the one without limits."""
+        return self.classes if self.is_budgeted else UNBUDGETED
+
+
+def _check_numbers(config: Any) -> None:
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if spec.type in ("int", "float") and (isinstance(value, bool) or not 0 <= value < _MOST):
+            raise ConfigError(f"{spec.name}: must not be negative, got {value!r}")
