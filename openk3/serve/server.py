@@ -10,14 +10,54 @@ import threading
 import time
 from collections.abc import Generator
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from openk3.serve.service import Service
+from openk3.config.http import ServerConfig
+from openk3.serve.gate import Gate
+from openk3.serve.supervisor import Supervisor
 
 LOG = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Worker(Protocol):
+    """Who does the work of the calls."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it gets on."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has given up."""
+        ...
+
+    def cancel_all(self) -> None:
+        """End every call, with a last event."""
+        ...
+
+
+class Served(Protocol):
+    """What is behind the application: a model's service, or a router."""
+
+    @property
+    def config(self) -> ServerConfig:
+        """Where it listens, and how long it drains."""
+        ...
+
+    @property
+    def gate(self) -> Gate:
+        """Counts the calls under way."""
+        ...
+
+    @property
+    def thread(self) -> Worker:
+        """The engine's."""
+        ...
 
 
 class DrainingServer(uvicorn.Server):
@@ -27,7 +67,7 @@ class DrainingServer(uvicorn.Server):
     is cancelled. It also stops when the engine has given up, and `failed` says so.
     """
 
-    def __init__(self, app: FastAPI, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Served, supervisor: Supervisor | None = None) -> None:
         config = service.config
         super().__init__(
             uvicorn.Config(
@@ -44,7 +84,7 @@ class DrainingServer(uvicorn.Server):
                 backlog=1024,
             )
         )
-        self._service = service
+        self._service, self._supervisor = service, supervisor or Supervisor({})
         self._drain_until: float | None = None
         self.failed = False
 
@@ -58,11 +98,15 @@ class DrainingServer(uvicorn.Server):
         if self._drain_until is None:
             seconds, count = self._service.config.drain_seconds, self._service.gate.num_open
             LOG.info("shutting down: %d calls have up to %g s to end", count, seconds)
+            self._supervisor.stopping(f"{count} calls have up to {seconds:g} s to end")
             self._service.gate.is_draining = True
             self._drain_until = time.monotonic() + seconds
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second: whether to stop now."""
+        self._supervisor.ready()
+        if self._service.thread.is_healthy:
+            self._supervisor.beat()
         if self._service.thread.is_lost:
             LOG.critical("the engine has given up; the server stops")
             self.failed = self.should_exit = True
