@@ -39,8 +39,8 @@ demo: setup ## train a small K3 on this machine (8 minutes, or MINUTES=)
 test: setup ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-slow: setup ## load, fuzzing and clients: at most 30 minutes
-	@$(BIN)/python -c 'import lm_eval' 2>/dev/null || $(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[harness]'
+test-slow: setup ## load, fuzzing, clients and the web chat in Chromium: at most 30 minutes
+	@$(BIN)/python -c 'import lm_eval, playwright' 2>/dev/null || $(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[harness]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 check: setup ## lint, format, types, layers, code shape

@@ -14,12 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import openk3
+from openk3.inputs.xtml import EFFORTS
 from openk3.serve.chat import CHAT
 from openk3.serve.completions import COMPLETIONS
 from openk3.serve.doorman import Doorman
 from openk3.serve.errors import ApiError
 from openk3.serve.messages import COUNT, MESSAGES
 from openk3.serve.openapi import describe_bodies
+from openk3.serve.page import add_page
 from openk3.serve.responses import RESPONSES
 from openk3.serve.service import Dialect, Service, new_id
 from openk3.serve.tokenize import DETOKENIZE, TOKENIZE, tokenizer_info
@@ -45,6 +47,7 @@ def make_app(service: Service) -> FastAPI:
             dialect.path, _route(service, dialect), methods=["POST"], summary=dialect.title, response_model=None
         )
     _add_small_routes(app, service)
+    add_page(app)
 
     async def refuse(http: Request, error: Exception) -> Response:
         return error_response(http.url.path, error if isinstance(error, ApiError) else _of_starlette(error))
@@ -73,13 +76,17 @@ def _route(service: Service, dialect: Dialect) -> Callable[[Request], Awaitable[
 
 def _add_small_routes(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
-        name, context = service.config.model_name, service.context
+        config, sees = service.config, service.sources is not None
         return {
-            "id": name,
+            "id": config.model_name,
             "object": "model",
             "created": service.created,
             "owned_by": "openk3",
-            "max_model_len": context,
+            "max_model_len": service.context,
+            "reasoning_efforts": list(EFFORTS),
+            "input_modalities": ["text", "image"] if sees else ["text"],
+            "max_images": config.max_images if sees else 0,
+            "max_image_bytes": config.max_image_bytes if sees else 0,
         }
 
     @app.get("/v1/models", summary="The model that is served")

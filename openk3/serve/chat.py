@@ -64,12 +64,16 @@ class ChatCall:
 
     async def stream(self, answers: Answers) -> AsyncGenerator[bytes]:
         """chat.completion.chunk events, then [DONE]; an error on the way is an event too, and the last one."""
-        has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+        options = self.body.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        counts = options is not None and bool(options.continuous_usage_stats)
         head = {**self._head("chat.completion.chunk"), **({"usage": None} if has_usage else {})}
         try:
             for index in range(len(self.readers)):
                 yield event({**head, "choices": [_choice(index, {"role": "assistant", "content": ""})]})
             async for index, deltas, reason in read_turns(self.readers, answers):
+                if counts:
+                    head["usage"] = usage_object(self.usage(answers))
                 for delta in deltas:
                     choice = _choice(index, delta_object(delta))
                     if delta.kind == "content":

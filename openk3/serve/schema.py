@@ -43,6 +43,7 @@ class StreamOptions(Strict):
     """How a stream ends."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # also in each chunk, so far; for clients that show it or stop early
     include_obfuscation: bool | None = None  # accepted; the stream is never padded
 
 

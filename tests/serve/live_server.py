@@ -67,9 +67,9 @@ TOKENIZER = learnt_tokenizer()
 
 
 @cache
-def tiny_model() -> K3:
-    """Random weights; context of 2,048 tokens."""
-    config = small_model(vocab_size=TOKENIZER.vocab_size, max_position_embeddings=2048)
+def tiny_model(context: int = 2048) -> K3:
+    """Random weights."""
+    config = small_model(vocab_size=TOKENIZER.vocab_size, max_position_embeddings=context)
     special = TOKENIZER.special
     ids = {
         "bos_token_id": special["[BOS]"],
@@ -96,11 +96,16 @@ class Slow(Engine):
         return super().step()
 
 
-def tiny_engine(num_pages: int = 2048, max_requests: int = 64, speculation: SpeculationConfig | None = None) -> Slow:
+def tiny_engine(
+    num_pages: int = 2048,
+    max_requests: int = 64,
+    speculation: SpeculationConfig | None = None,
+    context: int = 2048,
+) -> Slow:
     """Pages of 32 tokens."""
-    model = tiny_model()
+    model = tiny_model(context)
     shape = PageShape.of(model.config, page_tokens=32, hash_tokens=8, value_bytes=4)
-    cache_config = CacheConfig(shape, num_pages, max_requests, max_tokens=2048)
+    cache_config = CacheConfig(shape, num_pages, max_requests, max_tokens=context)
     return Slow(model, EngineConfig(cache_config, step_tokens=512, speculation=speculation))
 
 
@@ -159,10 +164,12 @@ def parse_events(text: str) -> list[Any]:
 
 
 @contextmanager
-def live_server(keys: Keys | None = None, engine: Any = tiny_engine, **config: Any) -> Generator[Live]:
+def live_server(
+    keys: Keys | None = None, engine: Any = tiny_engine, context: int = 2048, **config: Any
+) -> Generator[Live]:
     """Start on a free port, stop afterwards; nothing may be left behind in the engine."""
     thread = TestedThread(engine)
-    model, settings = tiny_model().config, ServerConfig(**{"model_name": MODEL, "port": 0, **config})
+    model, settings = tiny_model(context).config, ServerConfig(**{"model_name": MODEL, "port": 0, **config})
     service = Service(settings, thread, TOKENIZER, model, MediaConfig(), keys or Keys())
     server = DrainingServer(make_app(service), service)
     live = Live(service, server)
