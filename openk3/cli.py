@@ -23,6 +23,7 @@ GROUPS = {
         "chat": "talk to a model in the terminal; it streams, shows reasoning, takes images",
         "generate": "continue a text",
         "serve": "answer clients of OpenAI's and Anthropic's interfaces over HTTP",
+        "route": "the same through several servers, each conversation with the one that has its prefix",
     },
     "Train": {
         "pretrain": "train from a recipe (tiny, small, medium, k3) on your files, or resume a run",
@@ -41,6 +42,7 @@ EXAMPLES = {
     "openk3 chat": "talk to the newest run",
     "openk3 generate --prompt 'def main('": "let it write",
     "openk3 serve runs/mine --port 8000": "an OpenAI-compatible server",
+    "openk3 route --replicas http://127.0.0.1:8001 ...": "several servers behind one address",
     "openk3 pretrain tiny --data src/ --out runs/mine": "train on your files",
     "openk3 plan k3": "2.78 T parameters, 104 B activated",
     "openk3 convert runs/mine out/ --experts mxfp4": "pack the experts",

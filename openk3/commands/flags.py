@@ -22,6 +22,7 @@ from openk3 import recipes
 from openk3.commands.bench_flags import Bench
 from openk3.commands.errors import UserError
 from openk3.commands.flag_kinds import Run, Seed, unset
+from openk3.commands.route_flags import Route
 from openk3.commands.serve_flags import Serve
 from openk3.config.model import ID_FIELDS, ConfigError
 from openk3.config.train import SEEDS, PretrainConfig
@@ -201,6 +202,7 @@ COMMANDS: dict[str, Any] = {
     "pretrain": Pretrain,
     "chat": Chat,
     "serve": Serve,
+    "route": Route,
     "plan": Plan,
     "bench": Bench,
     "convert": Convert,

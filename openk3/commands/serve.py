@@ -23,6 +23,7 @@ import torch
 from openk3.commands.chat import load_media
 from openk3.commands.flags import Serve
 from openk3.commands.generate import load_tokenizer
+from openk3.commands.listening import bind, require_keys, shown_address
 from openk3.commands.memory import GIB, require_memory
 from openk3.commands.runs import find_model
 from openk3.config.http import MIB, ServerConfig
@@ -34,12 +35,12 @@ from openk3.model.k3 import K3
 from openk3.runtime.device import pick_device, pick_dtype
 from openk3.serve.app import make_app
 from openk3.serve.engine_thread import EngineThread
-from openk3.serve.keys import VARIABLE, Keys, read_keys
+from openk3.serve.keys import Keys, read_keys
 from openk3.serve.server import DrainingServer
 from openk3.serve.service import Service
+from openk3.serve.supervisor import Supervisor
 
 SECRET = "OPENK3_CACHE_SECRET"
-BACKLOG = 1024
 CPU_CACHE = GIB
 GPU_SHARE = 0.8  # of the memory that is free once the weights are there
 
@@ -54,7 +55,7 @@ def run(flags: Serve) -> None:
         service = load(flags, directory, config, keys)
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        server = DrainingServer(make_app(service), service)
+        server = DrainingServer(make_app(service), service, Supervisor(os.environ))
         print(greeting(service, listener), file=sys.stderr, flush=True)
         server.run(sockets=[listener])
     if server.failed:
@@ -83,30 +84,6 @@ def server_config(flags: Serve, directory: Path) -> ServerConfig:
         fetch_images=flags.fetch_images,
         share_prefixes=flags.share_prefixes,
     )
-
-
-def require_keys(config: ServerConfig, keys: Keys, *, is_open: bool) -> None:
-    """Raise UserError for a server that the network reaches and anybody may use, unless that is said to be wanted."""
-    if not len(keys) and not config.is_loopback and not is_open:
-        raise UserError(
-            f"--host {config.host}: other machines can reach it; give API keys by --keys FILE or {VARIABLE}, or --open"
-        )
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """Listen, before anything takes long. Raises UserError if the address is taken or none of this machine's."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)  # who comes before the model is loaded waits
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"--host {config.host} --port {config.port}: cannot listen there ({reason})") from None
-    return listener
 
 
 def load(flags: Serve, directory: Path, config: ServerConfig, keys: Keys) -> Service:
@@ -154,12 +131,12 @@ def outer_tier(flags: Serve) -> TierConfig | None:
 
 def greeting(service: Service, listener: socket.socket) -> str:
     """What is served where, and who may use it."""
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    address = shown_address(listener)
     pages = service.thread.config.cache
     size = pages.num_pages * pages.pages.page_bytes / GIB
     who = f"{len(service.keys)} API keys" if len(service.keys) else "no API keys: whoever reaches it may use it"
     return (
-        f"{service.config.model_name} at http://{shown}:{port}/v1\n"
-        f"  context {service.context:,} tokens, cache {size:.2f} GiB, {who}; Ctrl-C stops it when answers have ended"
+        f"{service.config.model_name} at {address}/v1\n"
+        f"  chat at {address}/; context {service.context:,} tokens, cache {size:.2f} GiB, {who};"
+        " Ctrl-C stops it when answers have ended"
     )

@@ -1,4 +1,4 @@
-"""FleetConfig: classes of requests and their budgets, and when a replica counts as lost."""
+"""FleetConfig and ProxyConfig: classes of requests and their budgets, when a replica counts as lost, and bounds."""
 
 from __future__ import annotations
 
@@ -76,6 +76,26 @@ class FleetConfig:
     def used_classes(self) -> tuple[CostClass, ...]:
         """The classes, or the one without limits."""
         return self.classes if self.is_budgeted else UNBUDGETED
+
+
+@dataclass(frozen=True)
+class ProxyConfig:
+    """Times, in seconds, and bounds of what a router does on the network. Raises ConfigError naming the field."""
+
+    connect_seconds: float = 2.0
+    silence_seconds: float = 60.0  # of a streamed answer; a replica that works says something every 15 s
+    answer_seconds: float = 1800.0  # until a whole answer is there
+    check_every_seconds: float = 1.0
+    check_seconds: float = 5.0  # for one health check
+    hold_bytes: int = 16 * 2**20  # of a whole answer: as long as it is held back, another replica can be asked
+    event_bytes: int = 2**20  # of one event, likewise
+    deaths: int = 2  # replicas that may break on one request: a request that breaks them is not sent to all
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        for spec in dataclasses.fields(self):
+            if getattr(self, spec.name) == 0:
+                raise ConfigError(f"{spec.name}: must be positive")
 
 
 def _check_numbers(config: Any) -> None:

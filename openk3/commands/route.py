@@ -1,0 +1,96 @@
+"""`openk3 route`: several servers behind one address, each conversation with the one that has its prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Generator
+
+from openk3.commands.errors import UserError
+
+try:
+    import fastapi  # noqa: F401
+    import httpx  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:  # an extra of the package
+    raise UserError(f"openk3 route needs the package {error.name}; pip install 'openk3[serve]'") from None
+
+from openk3.commands.listening import bind, require_keys, shown_address
+from openk3.commands.route_flags import Route
+from openk3.config.fleet import CostClass, FleetConfig, ProxyConfig
+from openk3.config.http import MIB, ServerConfig
+from openk3.fleet.app import make_app
+from openk3.fleet.replica_list import FixedList, Listed, ListFile, ReplicaList, checked_url
+from openk3.fleet.router import Router
+from openk3.serve.keys import read_keys
+from openk3.serve.server import DrainingServer
+
+
+def run(flags: Route) -> None:
+    """Route until SIGTERM or Ctrl-C, then let answers end. Raises UserError and ConfigError."""
+    config = server_config(flags)
+    keys = read_keys(flags.keys, os.environ)
+    require_keys(config, keys, is_open=flags.open)
+    with contextlib.closing(bind(config)) as listener, replica_list(flags) as replicas:
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+        for name in ("uvicorn", "httpx", "httpcore"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        router = Router(config, fleet_config(flags), proxy_config(flags), keys)
+        server = DrainingServer(make_app(router, replicas), router)
+        print(greeting(router, listener), file=sys.stderr, flush=True)
+        server.run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def replica_list(flags: Route) -> Generator[ReplicaList]:
+    """The list that the flags name; of a Ray cluster, for as long as it is used. Raises UserError or ConfigError."""
+    given = [bool(flags.replicas), flags.replicas_file is not None, bool(flags.ray)]
+    if sum(given) != 1:
+        raise UserError("give one of --replicas URL ..., --replicas-file FILE and --ray ADDRESS")
+    if flags.run is not None and not flags.ray:
+        raise UserError(f"{flags.run}: servers that run already have their model; RUN goes with --ray")
+    if flags.replicas:
+        yield FixedList(
+            [Listed(url) for url in dict.fromkeys(checked_url(one, "--replicas") for one in flags.replicas)]
+        )
+    elif flags.replicas_file is not None:
+        yield ListFile(flags.replicas_file)
+
+
+def server_config(flags: Route) -> ServerConfig:
+    """The client's side. Raises ConfigError naming the field."""
+    return ServerConfig(
+        model_name="fleet",  # replicas know their models' names
+        host=flags.host,
+        port=flags.port,
+        max_body_bytes=flags.max_body_mib * MIB,
+        max_open=flags.max_open,
+        requests_per_minute=flags.requests_per_minute,
+        requests_at_once=flags.requests_at_once,
+        drain_seconds=flags.drain_seconds,
+    )
+
+
+def fleet_config(flags: Route) -> FleetConfig:
+    """The policy's side. Raises ConfigError naming the field."""
+    limits = (flags.short_tokens, flags.long_tokens, 0)
+    rows = zip(("short", "long", "huge"), limits, flags.budgets)
+    return FleetConfig(
+        classes=tuple(CostClass(name, most, budget) for name, most, budget in rows),
+        patience_seconds=flags.patience_seconds,
+        queue_seconds=flags.queue_seconds,
+    )
+
+
+def proxy_config(flags: Route) -> ProxyConfig:
+    """The replicas' side. Raises ConfigError naming the field."""
+    return ProxyConfig(silence_seconds=flags.silence_seconds, answer_seconds=flags.answer_seconds)
+
+
+def greeting(router: Router, listener: socket.socket) -> str:
+    """Where it listens, and who may use it."""
+    who = f"{len(router.keys)} API keys" if len(router.keys) else "no API keys: whoever reaches it may use it"
+    return f"router at {shown_address(listener)}/v1\n  {who}; Ctrl-C stops it when answers have ended"

@@ -1,0 +1,82 @@
+"""Checks: once a second the list of replicas is looked at, and each replica is asked for its health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import httpx
+
+from openk3.fleet.replica_list import Listed, ReplicaList
+from openk3.fleet.router import Router
+
+LOG = logging.getLogger(__name__)
+
+
+class Checks:
+    """Tells a router's policy who belongs to the fleet and who is well."""
+
+    def __init__(self, router: Router, replicas: ReplicaList) -> None:
+        self._router, self._policy, self._list = router, router.policy, replicas
+        self._times = router.proxy
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read the list, check every replica once, and go on doing both."""
+        self._client = httpx.AsyncClient(timeout=self._times.check_seconds, trust_env=False, follow_redirects=False)
+        self.update(self._list.changed() or [])
+        await self.check_all()
+        self._task = asyncio.create_task(self._keep_checking())
+
+    async def stop(self) -> None:
+        """No more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._client.aclose()
+
+    def update(self, listed: Iterable[Listed]) -> None:
+        """These are the fleet's replicas now; others get nothing more."""
+        wanted = {one.url: one for one in listed}
+        for name in [name for name, one in self._policy.replicas.items() if name not in wanted and not one.is_leaving]:
+            LOG.info("%s leaves", name)
+            self._policy.remove(name)
+        for url, one in wanted.items():
+            if url not in self._policy.replicas or self._policy.replicas[url].is_leaving:
+                LOG.info("%s joins", url)
+            self._policy.add(url, weight=one.weight)
+            self._policy.hold(url, one.is_held)
+        self._router.wake()
+
+    async def _keep_checking(self) -> None:
+        while True:
+            await asyncio.sleep(self._times.check_every_seconds)
+            try:
+                listed = self._list.changed()
+                if listed is not None:
+                    self.update(listed)
+                await self.check_all()
+            except Exception:  # the next round may be better; without checks no replica would ever come back
+                LOG.exception("checking the replicas failed")
+
+    async def check_all(self) -> None:
+        """One health check of each replica."""
+        await asyncio.gather(*(self._check(name) for name in list(self._policy.replicas)))
+        self._router.wake()
+
+    async def _check(self, name: str) -> None:
+        is_good = is_draining = False
+        try:
+            async with asyncio.timeout(self._times.check_seconds):
+                answer = await self._client.get(f"{name}/health")
+            status = answer.json().get("status") if answer.status_code == 503 else None
+            is_draining = status == "draining"
+            is_good = answer.status_code == 200 or is_draining
+        except (httpx.HTTPError, TimeoutError, ValueError, AttributeError):
+            pass
+        replica = self._policy.replicas.get(name)
+        if replica is not None and replica.checked(is_good, is_draining=is_draining):
+            LOG.warning("%s is %s", name, replica.state)
+            if replica.state == "failed":
+                self._router.abandon(name)
