@@ -27,6 +27,7 @@ class DraftStats:
     num_plain_turns: int = 0  # decoding turns without any
     drafts_at: tuple[int, ...] = ()  # guesses by their place behind the last known token
     accepted_at: tuple[int, ...] = ()  # of those, the right ones behind none that was wrong
+    length: float = 0.0  # guesses per decoding request in the newest pass with such requests
 
     @property
     def num_drafts(self) -> int:
@@ -102,7 +103,10 @@ class Speculation:
         """What became of the guesses of each work, and how long the pass took."""
         decoding = [work for work in works if work.num_known - work.start == 1]
         other = sum(work.num_tokens for work in works if work.num_known - work.start > 1)
-        self.length.passed(len(decoding), sum(work.num_drafts for work in works), other, seconds)
+        num_drafts = sum(work.num_drafts for work in works)
+        self.length.passed(len(decoding), num_drafts, other, seconds)
+        if decoding:
+            self.stats = replace(self.stats, length=num_drafts / len(decoding))
         for work in decoding:
             if work in outcomes:
                 tokens = outcomes[work]

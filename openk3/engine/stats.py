@@ -25,6 +25,7 @@ class Stats:
     num_asked: int  # tokens of requests when they started
     num_hit: int  # those of them that came from the cache
     num_swapped: int = 0  # preempted requests whose state was kept
+    num_evicted: int = 0  # cached pages that were given to somebody else
     outer: TierStats | None = None  # of the memory behind the pages
     drafts: DraftStats | None = None  # where answers are guessed at
 
@@ -45,6 +46,7 @@ def stats_of(loop: Loop, num_arrived: int) -> Stats:
         num_asked=books.asked_tokens,
         num_hit=books.hit_tokens,
         num_swapped=scheduler.num_swapped,
+        num_evicted=books.pool.num_evicted,
         outer=None if loop.tier is None else loop.tier.stats(),
         drafts=None if loop.speculation is None else loop.speculation.stats,
     )
