@@ -31,12 +31,14 @@ from live_server import KEY, MODEL, Live, live_server, parse_events, turn
 
 from openk3.config.fleet import CostClass, FleetConfig
 from openk3.config.model import ConfigError
+from openk3.fleet.affinity import read_features
 from openk3.fleet.app import merged_models
 from openk3.fleet.replica_list import Listed, ListFile, read_lines
 from openk3.serve.keys import Caller, Keys
 
 HI = [{"role": "user", "content": "hi"}]
 NAMES = re.compile(r"\b(chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|call_|req_)[0-9a-f]{16,}|\"created(_at)?\": ?\d+")
+SAID = ("content", "reasoning_content", "text", "thinking", "delta", "finish_reason", "stop_reason")
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +93,18 @@ def test_every_route_says_what_a_server_says(fleet: tuple[LiveRouter, list[Live]
 
 
 def plain(text: str) -> str:
-    """Without what depends on the cache."""
-    return re.sub(r'"(cached_tokens|cache_read_input_tokens|input_tokens)": ?\d+', "", text)
+    """Without what depends on the cache; of a stream what it says, for how it is cut depends on time."""
+    if not text.startswith(("data:", "event:")):
+        return re.sub(r'"(cached_tokens|cache_read_input_tokens|input_tokens)": ?\d+', "", text)
+    said = ""
+    rest = parse_events(text)[::-1]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            said += "".join(str(value.get(name)) for name in SAID if isinstance(value.get(name), str))
+            value = list(value.values())
+        rest += value[::-1] if isinstance(value, list) else []
+    return said
 
 
 def test_bytes_pass_unchanged_both_ways() -> None:
@@ -158,19 +170,21 @@ def test_a_conversation_stays_where_its_prefix_is(fleet: tuple[LiveRouter, list[
     live, servers = fleet
     for server in servers:
         server.say("number", turn("yes", "ok"))
-    talks = [[{"role": "user", "content": f"conversation number {n} " + "the message " * 80}] for n in range(6)]
-    for round_number in range(3):
+    talks: list[list[Any]] = []
+    for number in range(100):  # two of each replica
+        talk = [{"role": "user", "content": f"conversation number {number} " + "the message " * 80}]
+        key = read_features(CHAT, {"messages": talk}, "", live.router.policy.config).key
+        if len(talks) < 4 and next(live.router.policy.placement.ring.owners(key)) == servers[len(talks) % 2].url:
+            talks.append(talk)
+    assert len(talks) == 4
+    for round_number in range(2):
         for talk in talks:
             answered = live.post(CHAT, {"model": MODEL, "messages": talk, "max_tokens": 100}).json()
             usage = answered["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]  # the frame is the same in all of them
             assert (cached > usage["prompt_tokens"] / 2) == (round_number > 0), usage
             talk += [answered["choices"][0]["message"], {"role": "user", "content": "number?"}]
-    owners = {
-        next(live.router.policy.placement.ring.owners(key)) for key in live.router.policy.placement.sessions._homes
-    }
-    assert len(owners) == 2, "both replicas have some"
-    assert live.metric('placed_total{class="short",place="home"}') >= 12
+    assert live.metric('placed_total{class="short",place="home"}') >= 4
 
 
 def test_what_the_router_itself_refuses() -> None:
