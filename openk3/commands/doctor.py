@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from openk3.commands.flags import Doctor
-from openk3.commands.memory import GIB, total_memory
+from openk3.commands.memory import GIB
 from openk3.commands.runs import RUNS, newest_run
 from openk3.config.model import ConfigError
 from openk3.ops import backend
+from openk3.runtime.memory import total_memory
 
 PACKAGES = ("numpy", "safetensors", "tiktoken", "tokenizers", "pillow", "tyro", "tqdm")
 OPTIONAL = {

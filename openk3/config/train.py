@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from openk3.config.activations import check as check_activations
 from openk3.config.json_file import JsonError, read_json
 from openk3.config.model import ConfigError, ModelConfig
 
@@ -161,6 +162,7 @@ class PretrainConfig:
     seed: int = 0  # initial weights and data order
     device: str = "auto"  # "auto", "cpu" or "cuda"
     dtype: str = "auto"  # "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float64"
+    activations: str = "none"  # made again or FP8: "none", "selective", "memory", "full", "auto", or GROUP=HOW,...
 
     def __post_init__(self) -> None:
         _check_numbers(self, "")
@@ -169,6 +171,7 @@ class PretrainConfig:
         _require(self.seed in SEEDS, f"seed: must lie in {SEEDS.start}..{SEEDS.stop - 1}, got {self.seed}")
         _require(self.workers >= 1, f"workers: must be at least 1, got {self.workers}")
         _require(self.mtp_loss_weight >= 0, "mtp_loss_weight: must not be negative")
+        check_activations(self.activations)
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float64"),
             f"dtype: 'auto', 'float32', 'bfloat16' or 'float64', got {self.dtype!r}",

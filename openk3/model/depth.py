@@ -7,6 +7,7 @@ unfinished block. Full form (eqs. 8-9): every sub-layer's output is a source of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from openk3.model.norm import RMSNorm
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.attn_res import fuses, inter_block, merge_normed, merge_partial, mix_depth, mix_depth_normed
 from openk3.ops.norm import at_least_float32
+from openk3.ops.saved import name, remake
 
 PHASE_ONE_ELEMENTS = 1 << 26  # values of sources and mixtures that phase one may hold at once (256 MiB in float32)
 # Where kernels read depth: as many in the sources' own format, and only where two phases move fewer bytes than one.
@@ -66,6 +68,7 @@ class DepthStream:
         self.partial: Tensor | None = None
         self.writes_per_block = writes_per_block
         self.trace = trace
+        name("depth_sources", x_TD)
         self._fused = fuses([x_TD])
         self._unsummed: Tensor | None = None  # written, and not yet in `partial`: the next read adds it on its way
         self._upcoming = list(upcoming)
@@ -89,6 +92,7 @@ class DepthStream:
         if len(sources) == 1:
             return sources[0]
         h_TD, probs_TL = mix_depth(sources, query.proj, query.norm, query.eps)
+        remake("layer_inputs", [h_TD], partial(_mixed, query), *sources)
         self.trace.depth(query.layer, query.site, probs_TL)
         return h_TD
 
@@ -97,7 +101,7 @@ class DepthStream:
         closing = self._num_writes % self.writes_per_block == 0
         alone = self.partial is None and (len(self.sources) == 1 or bool(self._upcoming))
         if not self._fused or alone or norm.eps != query.eps or (closing and self._upcoming):
-            return norm(self.read(query))
+            return _normed(self.read(query), norm)
         self._num_reads += 1
         if self.partial is not None and self._has_phase_one():
             one = self._phase_one.pop(0)
@@ -114,6 +118,9 @@ class DepthStream:
             self.sources, self.partial = found.earlier, found.newest_TD
             self._settle(found.newest_TD)
         self.trace.depth(query.layer, query.site, found.probs_TL)
+        remake(
+            "layer_inputs", [found.normed_TD], partial(_mixed_and_normed, query, norm), *found.earlier, found.newest_TD
+        )
         return found.normed_TD
 
     def write(self, y_TD: Tensor) -> None:
@@ -121,6 +128,7 @@ class DepthStream:
         self._settle()
         if self.partial is None:
             self.partial = y_TD
+            name("depth_sources", y_TD)
         else:
             self._unsummed = y_TD
         self._num_writes += 1
@@ -132,6 +140,7 @@ class DepthStream:
         if self._unsummed is not None:
             assert self.partial is not None
             self.partial = self.partial + self._unsummed if newest_TD is None else newest_TD
+            name("depth_sources", self.partial)
             self._unsummed = None
         if self.partial is not None and self._num_writes % self.writes_per_block == 0:
             self.sources = [*self.sources, self.partial]
@@ -170,6 +179,7 @@ class ResidualStream:
 
     def __init__(self, x_TD: Tensor) -> None:
         self.prefix_TD = x_TD
+        name("depth_sources", x_TD)
 
     def read(self, query: DepthQuery) -> Tensor:
         """The running sum, whatever the query."""
@@ -177,11 +187,26 @@ class ResidualStream:
 
     def read_normed(self, query: DepthQuery, norm: RMSNorm) -> Tensor:
         """Its norm, whatever the query."""
-        return norm(self.prefix_TD)
+        return _normed(self.prefix_TD, norm)
 
     def write(self, y_TD: Tensor) -> None:
         """Add to it."""
         self.prefix_TD = self.prefix_TD + y_TD
+        name("depth_sources", self.prefix_TD)
+
+
+def _normed(x_TD: Tensor, norm: RMSNorm) -> Tensor:
+    normed_TD = norm(x_TD)
+    remake("layer_inputs", [normed_TD], norm, x_TD)
+    return normed_TD
+
+
+def _mixed(query: DepthQuery, *sources: Tensor) -> Tensor:
+    return mix_depth(sources, query.proj, query.norm, query.eps)[0]
+
+
+def _mixed_and_normed(query: DepthQuery, norm: RMSNorm, *sources: Tensor) -> Tensor:
+    return mix_depth_normed(sources, query.proj, query.norm, norm.weight, norm.eps).normed_TD
 
 
 def open_stream(

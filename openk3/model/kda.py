@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,6 +28,7 @@ from openk3.ops.kda.decode import (
 )
 from openk3.ops.kda.reference import KdaGate, kda_gate
 from openk3.ops.norm import gated_rms_norm
+from openk3.ops.saved import name, remake, remake_linear
 from openk3.ops.short_conv import short_convs
 
 
@@ -79,6 +81,10 @@ class KimiDeltaAttention(nn.Module):
         weights = [cast(nn.Linear, getattr(self, name)).weight for name in self.joint]
         q_TC, k_TC, v_TC, gate_TC, narrow_TK, beta_TH = joint_linear(x_TD, weights)
         projected = Projected(q_TC, k_TC, v_TC, self.f_b_proj(narrow_TK), beta_TH)
+        for made_TC, weight in zip((q_TC, k_TC, v_TC), weights):
+            remake_linear("kda_projections", made_TC, x_TD, weight)
+        remake_linear("kda_gates", gate_TC, x_TD, self.g_proj.weight)
+        remake_linear("kda_gates", projected.decay_logit_TC, narrow_TK, self.f_b_proj.weight)
         if trace.wants("decay"):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
         if cache is None:
@@ -137,7 +143,9 @@ class KimiDeltaAttention(nn.Module):
         """Any number of tokens per sequence: gated outputs, and the states and windows behind them."""
         o_THV, states = self._recur(projected, sequences, states)
         gate_THV = gate_TC.unflatten(-1, (self.heads, -1))
-        y_THV = gated_rms_norm(o_THV, gate_THV, self.o_norm.weight, self.o_norm.eps)
+        norm = partial(gated_rms_norm, weight=self.o_norm.weight, eps=self.o_norm.eps)
+        y_THV = norm(o_THV, gate_THV)
+        remake("gated_outputs", [y_THV], norm, o_THV, gate_THV)
         return y_THV.flatten(-2), states
 
     def _recur(self, projected: Projected, sequences: Sequences, states: States | None) -> tuple[Tensor, States]:
@@ -146,6 +154,9 @@ class KimiDeltaAttention(nn.Module):
         inputs = projected.tensors()[:3]
         layout = {"windows_NCW": windows_NCW, "cu_seqlens": sequences.cu_seqlens}
         convolved, windows = short_convs(inputs, self._convolutions, **layout)
+        if states is None:
+            convolve = partial(short_convs, weights_CW=self._convolutions, cu_seqlens=sequences.cu_seqlens)
+            remake("kda_qkv", convolved, lambda *inputs: convolve(inputs)[0], *inputs)
         q, k, v, decay_logit = (y.unflatten(-1, (self.heads, -1)) for y in (*convolved, projected.decay_logit_TC))
         tokens = (q, k, v, decay_logit, projected.beta_logit_TH)
         if state_NHKV is not None and sequences.one_each:
@@ -153,6 +164,7 @@ class KimiDeltaAttention(nn.Module):
         else:
             bounds = sequences.cu_seqlens
             o_THV, state_NHKV = chunk_kda(*tokens, self.decay_gate, state_NHKV=state_NHKV, cu_seqlens=bounds)
+            name("kda_outputs", o_THV)
         return o_THV, (state_NHKV, windows)
 
     def _verify(self, inputs: Projected, gate_TC: Tensor, sequences: Sequences, states: States) -> Tensor:

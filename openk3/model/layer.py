@@ -11,7 +11,8 @@ from openk3.model.kda import KimiDeltaAttention
 from openk3.model.mla import GatedMLA
 from openk3.model.moe import DenseFFN, LatentMoE
 from openk3.model.norm import RMSNorm
-from openk3.model.trace import NO_TRACE, Trace
+from openk3.model.trace import NO_TRACE, Trace, once
+from openk3.ops.saved import again
 
 
 class Layer(nn.Module):
@@ -36,10 +37,14 @@ class Layer(nn.Module):
         trace: Trace = NO_TRACE,
     ) -> None:
         """Reads from and writes to `depth`; there is no other path from layer to layer."""
-        y_TD = self.mixer(depth.read_normed(self.mix_query, self.mix_norm), sequences, cache, trace)
+        x_TD = depth.read_normed(self.mix_query, self.mix_norm)
+        with once(trace, "mixer") as to_mixer:
+            y_TD = again("mixer", lambda x_TD: self.mixer(x_TD, sequences, cache, to_mixer), x_TD)
         depth.write(y_TD)
         trace.mixer_out(self.index, y_TD)
-        y_TD = self.ffn(depth.read_normed(self.ffn_query, self.ffn_norm), trace)
+        x_TD = depth.read_normed(self.ffn_query, self.ffn_norm)
+        with once(trace, "ffn") as to_ffn:  # not the mixer's: that may run again after this
+            y_TD = again("ffn", lambda x_TD: self.ffn(x_TD, to_ffn), x_TD)
         depth.write(y_TD)
         trace.ffn_out(self.index, y_TD)
         if trace.wants("layer_out"):

@@ -20,6 +20,7 @@ from openk3.model.step_cache import StepLatents
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.mla.reference import absorbed_attention, joint_attention
+from openk3.ops.saved import remake, remake_linear
 from openk3.ops.sigmoid_gate import sigmoid_gate
 
 LATENT_NORM_EPS = 1e-6  # the released code builds both latent norms with its class default, not with rms_norm_eps
@@ -56,8 +57,15 @@ class GatedMLA(nn.Module):
         """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
         maps = (self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
         narrow_TC, joint_TC, *gate_TC = joint_linear(x_TD, [each.weight for each in maps if each is not None])
-        q_THK = self.q_b_proj(self.q_a_layernorm(narrow_TC)).unflatten(-1, (self.heads, -1))
+        for made_TC, each in ((narrow_TC, self.q_a_proj), (joint_TC, self.kv_a_proj_with_mqa)):
+            remake_linear("mla_latents", made_TC, x_TD, each.weight)
+        q_latent_TC = self.q_a_layernorm(narrow_TC)
+        remake("mla_normed", [q_latent_TC], self.q_a_layernorm, narrow_TC)
+        q_TC = self.q_b_proj(q_latent_TC)
+        remake_linear("mla_qkv", q_TC, q_latent_TC, self.q_b_proj.weight)
+        q_THK = q_TC.unflatten(-1, (self.heads, -1))
         latent_TC = self._latent(joint_TC)
+        remake("mla_normed", [latent_TC], self._latent, joint_TC)
         if cache is None:
             o_THV = self.expanded(q_THK, latent_TC, sequences.cu_seqlens, sequences.cu_seqlens, trace)
         elif isinstance(cache, StepLatents):
@@ -65,7 +73,13 @@ class GatedMLA(nn.Module):
         else:
             o_THV = self._continue(q_THK, cache.append(latent_TC, sequences), sequences, cache.lengths, trace)
         o_TC = o_THV.flatten(-2)
-        return self.o_proj(sigmoid_gate(o_TC, gate_TC[0], x_TD.dtype) if gate_TC else o_TC.to(x_TD.dtype))
+        if self.g_proj is None:
+            return self.o_proj(o_TC.to(x_TD.dtype))
+        remake_linear("mla_gates", gate_TC[0], x_TD, self.g_proj.weight)
+        gate = partial(sigmoid_gate, dtype=x_TD.dtype)
+        gated_TC = gate(o_TC, gate_TC[0])
+        remake("gated_outputs", [gated_TC], gate, o_TC, gate_TC[0])
+        return self.o_proj(gated_TC)
 
     def _continue(
         self, q_THK: Tensor, latents: Sequence[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace
@@ -96,7 +110,9 @@ class GatedMLA(nn.Module):
     ) -> Tensor:
         """o_THV in at least float32, from per-head keys and values of every latent."""
         latent_TC, shared_TR = latent_TC.split((self.kv_rank, self.shared), -1)
-        kv_THC = self.kv_b_proj(latent_TC).unflatten(-1, (self.heads, -1))
+        kv_TC = self.kv_b_proj(latent_TC)
+        remake_linear("mla_qkv", kv_TC, latent_TC, self.kv_b_proj.weight)
+        kv_THC = kv_TC.unflatten(-1, (self.heads, -1))
         wanted = trace.wants("max_logit")
         o_THV, max_H = joint_attention(
             q_THK, kv_THC, shared_TR, cu_seqlens_q, cu_seqlens_k, scale=self.scale, return_max=wanted

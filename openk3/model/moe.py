@@ -23,6 +23,7 @@ from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels, l
 from openk3.ops.norm import at_least_float32
 from openk3.ops.overlap import side_by_side
 from openk3.ops.routing import Routes, combine_rows, gather_rows, route, sort_by_expert
+from openk3.ops.saved import again, name, remake, remake_linear
 from openk3.ops.situ import situ_glu
 
 # Rows of padding that balanced experts may get for the sake of one batched product: at most a quarter.
@@ -45,7 +46,9 @@ class DenseFFN(nn.Module):
     def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE) -> Tensor:
         """y_TD; nothing to trace."""
         gate_TI, up_TI = joint_linear(x_TD, (self.gate_proj.weight, self.up_proj.weight))
-        return self.down_proj(situ_glu(gate_TI, up_TI, self.beta, self.linear_beta))
+        remake_linear("ffn_hidden", gate_TI, x_TD, self.gate_proj.weight)
+        remake_linear("ffn_hidden", up_TI, x_TD, self.up_proj.weight)
+        return self.down_proj(_activated(gate_TI, up_TI, self.beta, self.linear_beta))
 
 
 class Router(nn.Module):
@@ -88,7 +91,15 @@ class Experts(nn.Module):
         """Rows sorted by expert, counts_E of them each -> [M, C]."""
         gate_MI = grouped_linear(z_MC, self.w1_EIC, counts_E)
         up_MI = grouped_linear(z_MC, self.w3_EIC, counts_E)
-        return grouped_linear(situ_glu(gate_MI, up_MI, self.beta, self.linear_beta), self.w2_ECI, counts_E)
+        name("moe_hidden", gate_MI, up_MI)
+        return grouped_linear(_activated(gate_MI, up_MI, self.beta, self.linear_beta), self.w2_ECI, counts_E)
+
+
+def _activated(gate_XI: Tensor, up_XI: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    activate = partial(situ_glu, beta=beta, linear_beta=linear_beta)
+    act_XI = activate(gate_XI, up_XI)
+    remake("situ", [act_XI], activate, gate_XI, up_XI)
+    return act_XI
 
 
 class DispatchPlan(NamedTuple):
@@ -138,8 +149,14 @@ class LatentMoE(nn.Module):
         trace.routing(self.layer, scores_TE, self.router.bias, routes)
         z_TC = self.down_proj(x_TD)
         z_MC, counts_E, plan = self.exchange.dispatch(z_TC, routes.expert_ids_Tk, self.num_experts)
-        u_TC = self.exchange.combine(self.experts(z_MC, counts_E), plan, routes.weights_Tk)
-        y_TD = self.up_proj(self.latent_norm(u_TC))
+        name("moe_latents", z_MC)
+        y_MC = again("moe_hidden", lambda z_MC: self.experts(z_MC, counts_E), z_MC)
+        name("moe_latents", y_MC)
+        u_TC = self.exchange.combine(y_MC, plan, routes.weights_Tk)
+        name("moe_latents", u_TC)
+        normed_TC = self.latent_norm(u_TC)
+        name("moe_latents", normed_TC)
+        y_TD = self.up_proj(normed_TC)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
     def _weights(self) -> RoutedWeights:

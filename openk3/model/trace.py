@@ -6,9 +6,13 @@ can never move a router bias or an attention clip.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from openk3.ops.routing import Routes
+from openk3.ops.saved import recomputes
 
 
 class Trace:
@@ -44,6 +48,41 @@ class Trace:
 
 
 NO_TRACE = Trace()
+
+
+@contextmanager
+def once(trace: Trace, group: str) -> Generator[Trace]:
+    """What to give to a part that the backward pass may run again: `trace` hears of the run inside this block alone."""
+    if trace is NO_TRACE or not recomputes(group):
+        yield trace
+        return
+    first = _FirstRun(trace)
+    yield first
+    first.trace = NO_TRACE
+
+
+class _FirstRun(Trace):
+    """Hands everything on, and answers a second run what it did the first, so that the same is computed again."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._answers: dict[str, bool] = {}
+
+    def wants(self, name: str) -> bool:
+        """As the trace did when it was first asked."""
+        return self._answers.setdefault(name, self.trace.wants(name))
+
+    def routing(self, layer: int, scores_TE: Tensor, bias_E: Tensor, routes: Routes) -> None:
+        """Hand on."""
+        self.trace.routing(layer, scores_TE, bias_E, routes)
+
+    def max_logit(self, layer: int, max_H: Tensor) -> None:
+        """Hand on."""
+        self.trace.max_logit(layer, max_H)
+
+    def decay(self, layer: int, g_THK: Tensor) -> None:
+        """Hand on."""
+        self.trace.decay(layer, g_THK)
 
 
 class Recorder(Trace):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from openk3.config.model import VisionConfig
 from openk3.inputs.packed import MediaItem
 from openk3.model.norm import RMSNorm
 from openk3.ops.norm import at_least_float32
+from openk3.ops.saved import again
 
 NORM_EPS = torch.finfo(torch.float32).eps  # the released blocks leave eps unset and normalise in float32
 ROPE_BASE = 10000.0
@@ -156,7 +158,7 @@ class Encoder(nn.Module):
         turn_TR = torch.polar(torch.ones_like(angles_TR), angles_TR)
         attend = FrameAttention(grids, self.factorised)
         for block in self.blocks:
-            x_TD = block(x_TD, turn_TR, attend)
+            x_TD = again("vision", partial(block, turn_TR=turn_TR, attend=attend), x_TD)
         return self.final_layernorm(x_TD)
 
 

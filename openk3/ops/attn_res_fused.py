@@ -32,6 +32,7 @@ from openk3.ops.attn_res_kernel import (
 )
 from openk3.ops.backend import on_device, prefers_gluon
 from openk3.ops.kda.gluon_launch import launch
+from openk3.ops.saved import name
 
 
 class Wanted(NamedTuple):
@@ -226,6 +227,8 @@ class _MixDepth(torch.autograd.Function):
         narrow = _narrow(sources, addend)
         mixed, normed, newest, *stats = _run_forward(wanted, weights, addend, sources, narrow)
         passed = sources if newest is None else sources[:-1]
+        if newest is not None:
+            name("depth_sources", newest)
         ctx.save_for_backward(*weights, *stats, *passed, *([] if newest is None else [newest]))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats[0])

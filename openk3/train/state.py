@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from openk3.config.activations import ActivationPolicy
 from openk3.config.train import PretrainConfig
 from openk3.data.loader import Loader
 from openk3.model.k3 import K3
@@ -13,6 +14,7 @@ from openk3.optim.groups import build_optimizer
 from openk3.optim.optimizer import Optimizer
 from openk3.optim.quantile_balance import BalanceTrace
 from openk3.runtime.device import Rank, pick_device, pick_dtype, seed_everything
+from openk3.train.activations import policy_of
 
 
 @dataclass
@@ -29,6 +31,7 @@ class TrainState:
     balance: BalanceTrace
     total_steps: int
     loader: Loader | None = None
+    activations: ActivationPolicy = ActivationPolicy()
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -46,7 +49,8 @@ class TrainState:
     def around(cls, model: K3, config: PretrainConfig, loader: Loader | None = None) -> TrainState:
         """A state at step 0 that trains an existing model."""
         balance = BalanceTrace(model, config.balance, max_logits=config.optim.qk_clip_tau > 0)
-        return cls(config, model, build_optimizer(model, config.optim), balance, config.steps, loader)
+        policy = policy_of(config, model.embed.weight)
+        return cls(config, model, build_optimizer(model, config.optim), balance, config.steps, loader, policy)
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor
 from openk3.inputs.packed import IGNORE, Packed
 from openk3.model.k3 import K3, Losses
 from openk3.model.trace import Trace
+from openk3.ops.saved import saving
 from openk3.ops.sequences import remember_integers
 from openk3.optim.qk_clip import apply_qk_clip
 from openk3.optim.schedule import learning_rate
@@ -105,7 +106,8 @@ def _forward(
     next_share, mtp_share = shares
     state.balance.open()
     try:
-        losses = loss(state.model, packed, state.balance)
+        with saving(state.activations.groups()):
+            losses = loss(state.model, packed, state.balance)
     finally:
         state.balance.close()
     objective = losses.lm * next_share

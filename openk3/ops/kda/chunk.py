@@ -14,6 +14,7 @@ from openk3.ops.kda.plan import ChunkPlan, chunk_plan
 from openk3.ops.kda.reference import KdaGate, check_gate, check_tokens, initial_states, kda_gate
 from openk3.ops.kda.scan import final_states, kept_steps, lay_out_states
 from openk3.ops.norm import at_full_precision, at_least_float32, l2_norm
+from openk3.ops.saved import name
 from openk3.ops.sequences import sequence_bounds
 
 _BLOCK_VALUES = 2**21  # of one tensor in a block: about twenty such tensors are in use at once
@@ -106,6 +107,7 @@ class _ChunkKda(torch.autograd.Function):
         final = final_states(plan, first, steps) if run.keep else memory
         if run.keep:
             ctx.run = run
+            name("kda_core", *inputs, first, memory, *kept)
             ctx.save_for_backward(first, memory, *kept)
         return plan.collect(outputs), plan.unsort(final.view(state.shape))
 

@@ -22,6 +22,7 @@ from openk3.ops.latent_moe.experts_kernel import (
 from openk3.ops.latent_moe.experts_library import Library, is_faster
 from openk3.ops.latent_moe.route_fused import Plan
 from openk3.ops.launch import start
+from openk3.ops.saved import name
 
 
 class Form(NamedTuple):
@@ -210,6 +211,8 @@ class _Experts(torch.autograd.Function):
             gate, up, act = launch.gate_up(launch.of_tokens(z), w1, w3, keep=keep)
             u, out, inverse = _combine(launch.down(act, w2), plan, weights, norm, form.eps)
         if keep:
+            name("moe_hidden", gate, up)
+            name("moe_latents", u)
             ctx.save_for_backward(*tensors, gate, up, u, inverse)
             ctx.form, ctx.tile = form, tile
         return out

@@ -13,6 +13,7 @@ from torch import Tensor
 from openk3.ops.backend import pick
 from openk3.ops.latent_moe.packed import ExpertTiles
 from openk3.ops.routing import Routes
+from openk3.ops.saved import again, name
 
 MOST_EXPERTS, MOST_CHOICES = 1024, 32  # of a layer, of a token: what the routing kernels hold in registers
 
@@ -89,5 +90,8 @@ def latent_experts(
         u_TC = mix_packed(z_TC, routed.weights_Tk, plan, w.experts, norm)
     else:
         plan = sort(routed, tile_rows(z_TC, form.k, len(w.router_ED)))
-        u_TC = mix_experts(z_TC, routed.weights_Tk, plan, w.experts, norm)
+        experts = w.experts
+        name("moe_latents", z_TC)
+        u_TC = again("moe_hidden", lambda z_TC: mix_experts(z_TC, routed.weights_Tk, plan, experts, norm), z_TC)
+        name("moe_latents", u_TC)
     return u_TC, routed.scores_TE, Routes(routed.ids_Tk, routed.weights_Tk, routed.threshold_T)

@@ -22,6 +22,7 @@ from openk3.ops.mla.attention_kernel import Settings
 from openk3.ops.mla.attention_kernel import attention_kernel as forward_kernel
 from openk3.ops.mla.attention_views import LOG2E, Job, Views
 from openk3.ops.mla.tiles import Portion, gradient_tiles, query_tiles
+from openk3.ops.saved import name
 
 ROOM = 2**31  # bytes of score gradients that exist at once, unless fewer programs than multiprocessors fit in
 
@@ -37,6 +38,7 @@ class _Attention(torch.autograd.Function):
         views = Views.of(job, tensors)
         with on_device(views.q):
             o_THV, log_HT, peak_H = forward(views, job)
+        name("mla_outputs", o_THV)
         ctx.save_for_backward(*tensors, o_THV, log_HT)
         ctx.job = job
         ctx.mark_non_differentiable(peak_H)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -13,6 +14,7 @@ from openk3.ops.mla import attention_library
 from openk3.ops.mla.attention_views import MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS, Job, obstacle
 from openk3.ops.mla.paged_rows import PagedRows
 from openk3.ops.mla.tiles import Bands
+from openk3.ops.saved import name, remake
 from openk3.ops.sequences import bounds_in, bounds_on, shown
 
 # Query rows per tile: enough for full-speed matrix products, few enough to waste little beyond the diagonal; twice as
@@ -118,11 +120,17 @@ def joint_attention(
 
         o_THV, max_logit_H = attend(job, *tensors)
         return o_THV, max_logit_H if return_max else None
-    k_THK = torch.cat((kv_THC[..., :own], shared_TR.unsqueeze(1).expand(-1, kv_THC.shape[1], -1)), -1)
+    k_THK = _keys(kv_THC, shared_TR, own)
+    remake("mla_qkv", [k_THK], partial(_keys, own=own), kv_THC, shared_TR)
     bounds = cu_seqlens_q, cu_seqlens_k
     if return_max:
         return mla_attention(q_THK, k_THK, kv_THC[..., own:], *bounds, scale=scale, return_max=True)
     return mla_attention(q_THK, k_THK, kv_THC[..., own:], *bounds, scale=scale), None
+
+
+def _keys(kv_THC: torch.Tensor, shared_TR: torch.Tensor, own: int) -> torch.Tensor:
+    """Every head's own key channels, then the shared ones."""
+    return torch.cat((kv_THC[..., :own], shared_TR.unsqueeze(1).expand(-1, kv_THC.shape[1], -1)), -1)
 
 
 def absorbed_attention(
@@ -224,6 +232,12 @@ def _hide(rows: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_full((rows, rows), float("-inf")).triu_(1)
 
 
+def kept_scores(length: int, heads: int) -> int:
+    """Values of one sequence's probabilities that wait for the backward pass, if no other sequence is beside it."""
+    values = heads * sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) for tile in _plan([0, length], [0, length]))
+    return values if values <= _KEPT_VALUES else 0
+
+
 class _Options(NamedTuple):
     tiles: list[_Tile]
     scale: float
@@ -285,6 +299,7 @@ class _Attention(torch.autograd.Function):
             o_THV.transpose(0, 1)[heads, rows].baddbmm_(probs, v[heads, keys], beta=0)
             if options.keep:
                 kept.append(probs)
+        name("mla_outputs", o_THV)
         ctx.save_for_backward(q_THK, k_THK, v_THV, o_THV, *kept)
         ctx.options = options
         ctx.mark_non_differentiable(max_logit_H)
