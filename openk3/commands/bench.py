@@ -20,8 +20,12 @@ from openk3.inputs.packed import Packed
 from openk3.model.accounting import account
 from openk3.model.k3 import K3
 from openk3.model.roofline import H200, Roofline, roofline
+from openk3.model.saved_bytes import REST, saved
+from openk3.model.trace import Trace
+from openk3.ops.saved import saving
 from openk3.runtime.cpu import tune_cpu
 from openk3.runtime.device import pick_device, pick_dtype, seed_everything
+from openk3.train.activations import form_of
 from openk3.train.breakdown import breakdown, mark
 from openk3.train.flops import model_flops, utilisation
 from openk3.train.state import TrainState
@@ -52,7 +56,9 @@ def complete(flags: BenchTrain) -> PretrainConfig:
         raise UserError(f"--context: must lie in 2..{micro}, the tokens of a micro-batch; got {context}")
     count = flags.micro_batches or max(1, config.data.batch_tokens // micro)
     data = DataConfig(stages=((1.0, context),), batch_tokens=micro * count, micro_batch_tokens=micro)
-    return dataclasses.replace(config, data=data, device=flags.device, dtype=flags.dtype, seed=flags.seed, workers=1)
+    activations = flags.activations or config.activations
+    config = dataclasses.replace(config, data=data, activations=activations, workers=1)
+    return dataclasses.replace(config, device=flags.device, dtype=flags.dtype, seed=flags.seed)
 
 
 def measure(config: PretrainConfig, flags: BenchTrain) -> dict[str, Any]:
@@ -88,6 +94,8 @@ def measure(config: PretrainConfig, flags: BenchTrain) -> dict[str, Any]:
         "model_flops_per_s": flops / seconds,
         **utilisation(flops, seconds, device),
         "roofline_tokens_per_s": 1 / bound.seconds(),
+        "activations": str(state.activations),
+        "saved_bytes": saved_by_group(state, batches[0]),
     }
     optimizer_step = state.optimizer.step
 
@@ -104,6 +112,21 @@ def measure(config: PretrainConfig, flags: BenchTrain) -> dict[str, Any]:
     del vars(state.optimizer)["step"]
     rows = operations(times, bound if device.type == "cuda" else None, tokens)
     return found | {"operations": rows, "busy_seconds": sum(times.values())}
+
+
+def saved_by_group(state: TrainState, packed: Packed) -> dict[str, dict[str, float]]:
+    """Bytes of a token that one forward pass holds by group, and what the books say of its sizes."""
+    own = [*state.model.parameters(), *state.model.buffers()]
+    with saving(state.activations.groups(), beside=own) as books:
+        loss = state.model.loss(packed.to(state.device), Trace())
+        found = books.bytes()
+    del loss
+    counted = saved(state.config.model, state.activations, form_of(state.config, state.model.embed.weight))
+    found[REST] = max(0, found.get(REST, 0) - int(counted.fixed))
+    return {
+        name: {"bytes": size / packed.num_tokens, "counted": counted.groups.get(name, 0.0)}
+        for name, size in sorted(found.items(), key=lambda item: -item[1])
+    }
 
 
 @torch.no_grad()
@@ -153,6 +176,9 @@ def table(found: dict[str, Any]) -> list[str]:
         lines.append(f"  peak memory             {found['peak_gb']:>12.1f} GB")
         share = found["tokens_per_s"] / found["roofline_tokens_per_s"]
         lines.append(f"  roofline (one {H200.name})     {found['roofline_tokens_per_s']:>12,.0f}  reached {share:.1%}")
+    lines.append(f"  activations             {found['activations']}")
+    for name, each in found["saved_bytes"].items():
+        lines.append(f"    {name:<21} {each['bytes']:>12,.0f} bytes a token, counted {each['counted']:,.0f}")
     lines += ["", f"  {'operation':<28} {'ms a step':>10} {'share':>7} {'least ms':>10} {'reached':>8}"]
     for each in found["operations"]:
         least = each["roofline_seconds"]

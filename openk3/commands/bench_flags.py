@@ -34,6 +34,8 @@ class BenchTrain:
     """Steps before them; the first ones compile kernels."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of the model; auto is bfloat16 on a GPU, float32 on a CPU."""
+    activations: Annotated[str, unset("POLICY", "the recipe's")] = ""
+    """Activation policy: none, selective, memory, full, auto or GROUP=HOW,..."""
     device: Where = "auto"
     json: bool = False
     """Print one JSON object instead of the table."""

@@ -129,7 +129,9 @@ class Plan:
     context: int = 8192
     """Length of the request whose cache is shown, and of the sequences of training, in tokens."""
     micro_batch: int = 32768
-    """Tokens of one forward and backward pass, for the roofline of training."""
+    """Tokens of one forward and backward pass, for the roofline and memory of training."""
+    activations: str = "none"
+    """Activation policy to show by group: none, selective, memory, full, auto or GROUP=HOW,..."""
     json: bool = False
     """Print one JSON object instead of the table."""
 

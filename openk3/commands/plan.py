@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from openk3 import recipes
+from openk3.commands.activation_table import activation_table, held_activations
 from openk3.commands.errors import UserError
 from openk3.commands.flags import Plan
+from openk3.commands.quantities import quantity, row
 from openk3.commands.runs import find_model, model_in
 from openk3.config.model import ModelConfig
 from openk3.model.accounting import Account, account
@@ -30,10 +32,12 @@ def run(flags: Plan) -> None:
     name, config = read_config(flags.model)
     books = account(config)
     bound = roofline(config, length=flags.context, micro_batch=flags.micro_batch)
+    held = held_activations(config, flags.activations, flags.context, flags.micro_batch)
     if flags.json:
-        print(json.dumps({"model": name, **summary(books, flags.context), "roofline": bounds(bound)}, indent=2))
+        print(json.dumps({"model": name, **summary(books, flags.context), "roofline": bounds(bound), **held}, indent=2))
     else:
-        print("\n".join([*table(name, books, flags.context), "", *roofline_table(bound)]))
+        lines = [*table(name, books, flags.context), "", *roofline_table(bound), "", *activation_table(held)]
+        print("\n".join(lines))
 
 
 def read_config(model: str) -> tuple[str, ModelConfig]:
@@ -127,17 +131,3 @@ def table(name: str, books: Account, context: int) -> list[str]:
         exact = "" if size is None else f"{size:,}"
         lines += row(label, "not possible: expert widths" if size is None else quantity(size, "B"), exact)
     return lines
-
-
-def row(label: str, value: str, note: str = "") -> list[str]:
-    """One line of the table."""
-    return [f"  {label:<46} {value:>20}  {note}".rstrip()]
-
-
-def quantity(value: float, unit: str, step: int = 1024) -> str:
-    """A number of bytes or FLOPs with a prefix, for example 25.33 GiB."""
-    prefixes = ("", "Ki", "Mi", "Gi", "Ti", "Pi") if step == 1024 else ("", "K", "M", "G", "T", "P", "E")
-    power = 0
-    while value >= step and power < len(prefixes) - 1:
-        value, power = value / step, power + 1
-    return f"{value:,.2f} {prefixes[power]}{unit}"

@@ -30,9 +30,10 @@ class Machine:
     matmul_flops: float  # bfloat16 products of large matrices
     bytes_per_second: float  # a large copy, read plus written
     peak_flops: float
+    memory: float  # bytes that tensors can have
 
 
-H200 = Machine("H200", 700e12, 4.28e12, 989e12)
+H200 = Machine("H200", 700e12, 4.28e12, 989e12, 139 * 2.0**30)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from openk3.model.accounting import Account, account, depth_sources
 from openk3.model.roofline import Machine
 from openk3.ops.mla.reference import kept_scores
 
+# Of a device's memory; the rest is for what operations use while they run, and for what lies between allocations.
+USABLE = 0.85
 FP8_BYTES = 1 + 1 / 32  # of a value: E4M3, and a scale for 32 of them
 CORE = "kda_core"  # of the definition: what waits inside the chunkwise form
 REST = "rest"  # routes, statistics of norms, and what only the definition keeps
@@ -114,13 +116,13 @@ def state_bytes(books: Account, value: int = 2) -> float:
     return books.in_memory * (value + (4 if value < 4 else 0) + 4 + 4) + 4 * tables
 
 
-def choose(config: ModelConfig, tokens: int, room: float, machine: Machine, form: Form = Form()) -> ActivationPolicy:
-    """The exact policy that costs the least time of those tried for `tokens` to fit into `room` bytes.
+def choose(config: ModelConfig, tokens: int, memory: float, machine: Machine, form: Form = Form()) -> ActivationPolicy:
+    """The exact policy that costs the least time of those tried for `tokens` to fit a device of `memory` bytes.
 
     Groups are made again one after the other, the most bytes for a second first; "full" if all of them do not suffice,
     whether that fits or not.
     """
-    policy = ActivationPolicy()
+    room, policy = USABLE * memory - state_bytes(account(config), form.value), ActivationPolicy()
     tried = [name for name, choices in HOLDS.items() if RECOMPUTE in choices and name not in ("mixer", "ffn", "vision")]
     while (books := saved(config, policy, form)).peak(tokens) > room and tried:
         found: list[tuple[float, str]] = []
@@ -213,7 +215,7 @@ def _mla(text: TextConfig, form: Form) -> Iterator[Held]:
             yield dataclasses.replace(gates, only_for="gated_outputs")
             yield Held(REST, values * n, "mixer")
         yield _held("gated_outputs", values, n, "mixer", moved=values * (2 * n + form.wide))
-    scores = heads if form.kernels else kept_scores(form.length, heads) / form.length
+    scores = heads if form.kernels else kept_scores(form.length, heads)
     yield Held(REST, 2 * form.wide + scores * form.wide, "mixer")
 
 

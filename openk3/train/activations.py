@@ -8,15 +8,12 @@ from torch import Tensor
 
 from openk3.config.activations import AUTO, ActivationPolicy
 from openk3.config.train import PretrainConfig
-from openk3.model.accounting import account
 from openk3.model.roofline import H200
-from openk3.model.saved_bytes import Form, choose, state_bytes
+from openk3.model.saved_bytes import Form, choose
 from openk3.ops.backend import pick
 from openk3.runtime.memory import total_memory
 
 log = logging.getLogger(__name__)
-# Of a device's memory; the rest is for what operations use while they run, and for what lies between allocations.
-USABLE = 0.85
 
 
 def policy_of(config: PretrainConfig, weight: Tensor) -> ActivationPolicy:
@@ -43,6 +40,5 @@ def form_of(config: PretrainConfig, weight: Tensor) -> Form:
 
 def auto(config: PretrainConfig, memory: float, form: Form) -> ActivationPolicy:
     """The policy for a device of `memory` bytes."""
-    room = USABLE * memory - state_bytes(account(config.model), form.value)
     tokens = max(config.data.micro_batch_tokens, form.length) * config.workers
-    return choose(config.model, tokens, room, H200, form)
+    return choose(config.model, tokens, memory, H200, form)

@@ -9,7 +9,7 @@ import pytest
 
 from openk3 import recipes
 from openk3.cli import main
-from openk3.commands.plan import quantity
+from openk3.commands.quantities import quantity
 
 
 def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -35,6 +35,29 @@ def test_json_form_holds_the_same_figures(capsys: pytest.CaptureFixture[str]) ->
     assert sum(books["components"].values()) == sum(books["by_dtype"].values()) == books["parameters"]
     assert books["latent_values_per_token_and_layer"] == 576
     assert books["request_bytes"]["bytes"] == 1_048_576 * 27_648 + books["state_bytes_per_request"]
+
+
+def test_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    """By group for the policy that is asked for, in one line for every preset, and what one H200 has room for."""
+    books = figures(capsys, "medium", "--activations", "full,ffn=keep,situ=fp8", "--micro-batch", "65536")[
+        "activations"
+    ]
+    assert books["policy"] == "full,situ=fp8,ffn=keep"
+    assert list(books["policies"]) == ["none", "selective", "memory", "full", "auto", "full,situ=fp8,ffn=keep"]
+    groups = {name: each["held"] for name, each in books["groups"].items()}
+    assert groups["situ"] == "fp8" and groups["moe_hidden"] == "keep" and "kda_qkv" not in groups
+    asked = books["policies"][books["policy"]]
+    assert sum(each["bytes"] for each in books["groups"].values()) == pytest.approx(asked["bytes"])
+    auto, selective = books["policies"]["auto"], books["policies"]["selective"]
+    assert auto["policy"].startswith("selective,") and auto["peak_bytes"] < 0.85 * 139 * 2**30 < selective["peak_bytes"]
+    assert main(["plan", "medium", "--activations", "auto", "--micro-batch", "65536"]) == 0
+    assert f"activations under policy {auto['policy']}, bytes of one token" in capsys.readouterr().out
+
+
+def test_a_policy_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line."""
+    assert main(["plan", "tiny", "--activations", "situ=8"]) == 2
+    assert "activations: situ can be keep, recompute, fp8, got '8'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", recipes.NAMES)
@@ -67,7 +90,7 @@ def test_roofline(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures(capsys, "small", "--micro-batch", "4096")["roofline"]["mfu"] < bound["mfu"] < 1
     assert main(["plan", "small"]) == 0
     text = capsys.readouterr().out
-    lines = text[text.index("Roofline") :].splitlines()
+    lines = text[text.index("Roofline") : text.index("\nMemory of training on")].splitlines()
     assert lines[2].startswith("  MLA attention ") and len(lines) == 3 + len(bound["operations"])
     assert f"{bound['tokens_per_second']:,.0f}" in lines[-1] and "FLOPs" in lines[2]
     assert main(["plan", "small", "--micro-batch", "0"]) == 2

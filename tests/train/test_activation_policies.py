@@ -17,7 +17,7 @@ from openk3.inputs.packed import Packed
 from openk3.model import moe
 from openk3.model.accounting import account
 from openk3.model.k3 import K3
-from openk3.model.saved_bytes import Form, saved, state_bytes
+from openk3.model.saved_bytes import USABLE, Form, saved, state_bytes
 from openk3.model.trace import Recorder
 from openk3.ops.routing import Routes
 from openk3.ops.saved import saving
@@ -159,7 +159,7 @@ def test_auto_makes_again_what_the_device_has_no_room_for() -> None:
     found = []
     for share in (1.01, 0.9, 0.6, 0.05):
         room = share * whole
-        policy = activations.auto(config, (room + state) / activations.USABLE, form)
+        policy = activations.auto(config, (room + state) / USABLE, form)
         assert policy.is_exact
         found.append(saved(config.model, policy, form))
         if share > 0.1:

@@ -232,10 +232,11 @@ def _hide(rows: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_full((rows, rows), float("-inf")).triu_(1)
 
 
-def kept_scores(length: int, heads: int) -> int:
-    """Values of one sequence's probabilities that wait for the backward pass, if no other sequence is beside it."""
-    values = heads * sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) for tile in _plan([0, length], [0, length]))
-    return values if values <= _KEPT_VALUES else 0
+def kept_scores(length: int, heads: int) -> float:
+    """Values of one token's probabilities that wait for the backward pass, among as few sequences as fill a tile."""
+    ends = [length * n for n in range(1 + max(1, _TILE_ROWS // length))]
+    values = heads * sum((tile.q1 - tile.q0) * (tile.k1 - tile.k0) for tile in _plan(ends, ends))
+    return values / ends[-1] if values <= _KEPT_VALUES else 0.0
 
 
 class _Options(NamedTuple):
