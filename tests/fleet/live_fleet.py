@@ -104,6 +104,7 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: bytes
+    reader: asyncio.StreamReader
 
 
 Act = Callable[["Scripted", Asked, asyncio.StreamWriter], Awaitable[None]]
@@ -132,14 +133,13 @@ class Scripted:
             method, path, _ = head[0].split(" ")
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
             body = await reader.readexactly(int(headers.get("content-length", 0)))
-            self._reader = reader
             if path == "/health":
                 if self.hangs:
                     await reader.read()
                 status, _, text = self.health.partition(b" ")
                 writer.write(b"HTTP/1.1 %s X\r\nconnection: close\r\n\r\n%s" % (status, text))
             else:
-                self.asked.append(Asked(method, path, headers, body))
+                self.asked.append(Asked(method, path, headers, body, reader))
                 await self.act(self, self.asked[-1], writer)
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -147,9 +147,9 @@ class Scripted:
         finally:
             writer.close()
 
-    async def until_gone(self) -> None:
+    async def until_gone(self, asked: Asked) -> None:
         """The other side has closed the connection."""
-        await self._reader.read()
+        await asked.reader.read()
         self.num_gone += 1
 
 

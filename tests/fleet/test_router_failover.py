@@ -64,7 +64,7 @@ def says(data: bytes) -> Act:
 
 async def hangs(own: Scripted, asked: Asked, writer: asyncio.StreamWriter) -> None:
     """Takes the request and says nothing."""
-    await own.until_gone()
+    await own.until_gone(asked)
 
 
 def error(status: int, code: str, **headers: str) -> bytes:
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_is_gone_from_the_replica_at_once() -> None:
 
     async def half(own: Scripted, asked: Asked, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM + piece(chunk("one")))
-        await own.until_gone()
+        await own.until_gone(asked)
 
     for act in (hangs, half):
         with scripted(act) as [replica], live_router([replica.url]) as live:
