@@ -77,6 +77,13 @@ class PageMemory:
         inputs = [self._row(row, start + i * size * self.dtype.itemsize, size, self.dtype) for i in range(3)]
         return StatePages(state_PHKV, tuple(x.unflatten(-1, (heads * width, taps)) for x in inputs))
 
+    def joint_inputs(self, row: int) -> Tensor:
+        """The inputs of `states` as they lie, q, k and v one behind the other [P, 3 * C, W - 1]: a view."""
+        state_PHKV, inputs = self.states(row)
+        channels, taps = inputs[0].shape[1:]
+        first_byte = state_PHKV[0].nbytes
+        return self._row(row, first_byte, 3 * channels * taps, self.dtype).unflatten(-1, (3 * channels, taps))
+
     def carries(self) -> Tensor:
         """Hidden vectors of the last tokens that states of the first group have come to [P, D]: a view."""
         return self._row(0, self._kda_bytes, self._text.hidden_size, self.dtype)

@@ -92,6 +92,7 @@ class PagedStates:
     def __init__(self, owner: PagedCache, group: int, row: int) -> None:
         self._owner, self._group = owner, group
         self._state_PHKV, self._inputs_PCW = owner.memory.states(row)
+        self._inputs_PXW = owner.memory.joint_inputs(row)
         self.drafts: Drafts | None = None
 
     def replay(self, run: Replay, which: list[int], rows: Tensor, sequences: Sequences) -> None:
@@ -104,6 +105,17 @@ class PagedStates:
         slots = self._owner.batch.slots[self._group][which]
         windows = tuple(F.pad(inputs_PCW[slots], (1, 0)) for inputs_PCW in self._inputs_PCW)
         return self._state_PHKV[slots], windows
+
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """Copies of what all requests of the pass have reached: states, and W - 1 inputs of q, k and v [N, 3 * C]."""
+        slot_N = self._owner.batch.slots[self._group]
+        return self._state_PHKV.index_select(0, slot_N), self._inputs_PXW.index_select(0, slot_N)
+
+    def scatter(self, state_NHKV: Tensor, inputs_NXW: Tensor) -> None:
+        """Overwrite what `gather` has read."""
+        slot_N = self._owner.batch.slots[self._group]
+        self._state_PHKV.index_copy_(0, slot_N, state_NHKV)
+        self._inputs_PXW.index_copy_(0, slot_N, inputs_NXW)
 
     def write(self, which: slice | list[int], states: States) -> None:
         """Overwrite the requests' own pages."""
@@ -119,7 +131,7 @@ class PagedLatents:
 
     def __init__(self, owner: PagedCache, row: int) -> None:
         self._owner = owner
-        self._latents_PTC = owner.memory.latents(row)
+        self.latents_PTC = owner.memory.latents(row)
 
     @property
     def lengths(self) -> list[int]:
@@ -129,11 +141,11 @@ class PagedLatents:
     def append(self, latent_TC: Tensor, sequences: Sequences) -> PagedRows:
         """Write the pass's rows; returns all rows of each request, where they lie."""
         self.write(latent_TC)
-        return PagedRows(self._latents_PTC, self._owner.batch.tables)
+        return PagedRows(self.latents_PTC, self._owner.batch.tables)
 
     def write(self, latent_TC: Tensor) -> None:
         """Write the pass's rows."""
-        self._latents_PTC[self._owner.batch.targets] = latent_TC.to(self._latents_PTC.dtype)
+        self.latents_PTC[self._owner.batch.targets] = latent_TC.to(self.latents_PTC.dtype)
 
     def commit(self) -> None:
         """Rows count once the books say so: nothing to do here."""

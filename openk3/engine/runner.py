@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openk3.engine.draft import Draft, Passed
+from openk3.engine.host_step import HostStep
 from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job, Work, held
 from openk3.engine.outer_tier import OuterTier
@@ -25,6 +26,7 @@ from openk3.model.layer import Layer
 from openk3.ops.cross_entropy import token_logprobs
 
 SCORED_ROWS = 256  # whose logits exist at once
+FEW_SINGLE = 4  # requests with one token that are worth a step of their own beside others, on a CPU
 
 
 class Results(NamedTuple):
@@ -40,13 +42,24 @@ class Runner:
     """Owns the tensors of the pages that `books` counts. Whoever runs a pass with it looks after errors."""
 
     def __init__(self, model: K3, books: HybridCache) -> None:
-        self.model = model
         self.books = books
         self.device = model.embed.weight.device
         self.memory = PageMemory(books.config, model.config, model.embed.weight.dtype, self.device)
         self.cache = PagedCache(self.memory, model.config, self.device)
         self.draft: Draft | None = None
         self.tier: OuterTier | None = None
+        self.model = model
+
+    @property
+    def model(self) -> K3:
+        """Whose weights stay as they are until it is set again."""
+        return self._model
+
+    @model.setter
+    def model(self, model: K3) -> None:
+        self._model = model
+        with torch.no_grad():
+            self._host_step = HostStep(model, self.cache) if HostStep.applies(model) else None
 
     @torch.no_grad()
     def prepare(self, work: Work) -> None:
@@ -74,7 +87,11 @@ class Runner:
         spans = [Span(held(work), work.start, work.num_tokens) for work in works]
         batch = self.cache.bind(spans, slice(drafted[0], drafted[-1] + 1) if drafted else None)
         x_TD, draft = self._inputs(works), self.draft
-        h_TD = self.model.backbone(x_TD, batch.cu_seqlens, self.cache, None if draft is None else draft.trace)
+        single = 0 if draft is not None or drafted else sum(span.num_tokens == 1 for span in spans)
+        if self._host_step is not None and (single == len(spans) or single >= FEW_SINGLE):
+            h_TD = _apart(self._host_step, self, x_TD, single)
+        else:
+            h_TD = self.model.backbone(x_TD, batch.cu_seqlens, self.cache, None if draft is None else draft.trace)
         carry_TD = None if draft is None else draft.observe(Passed(self.cache, x_TD, h_TD))
         results = self._results(h_TD, works, carry_TD)
         self._enter(works, {n: work.end for n, work in enumerate(works) if not work.num_drafts}, carry_TD)
@@ -170,3 +187,13 @@ class Runner:
             tops = best(self.model.lm_head(normed_TD), alternatives) if alternatives else [()] * len(ids)
             scored += map(Token, ids, logprob_T.tolist(), tops)
         return scored
+
+
+def _apart(step: HostStep, runner: Runner, x_TD: Tensor, single: int) -> Tensor:
+    """h_TD on a CPU: requests with one token, which come first, in a step of their own; then the others."""
+    cache, spans = runner.cache, runner.cache.batch.spans
+    if single == len(spans):
+        return step(x_TD, cache.batch)
+    first_ND = step(x_TD[:single], cache.bind(spans[:single]))
+    others = cache.bind(spans[single:])
+    return torch.cat((first_ND, runner.model.backbone(x_TD[single:], others.cu_seqlens, cache)))

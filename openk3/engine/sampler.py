@@ -43,10 +43,12 @@ def choose(logits_NV: Tensor, jobs: Sequence[Job], places: Sequence[int]) -> lis
             results[n] = BrokenModelError("the model's logits are not finite: a damaged model, or a damaged request")
     good = [n for n, result in enumerate(results) if result is None]
     if good:
-        rows = torch.tensor(good, device=wide_NV.device)
         whose = [jobs[n] for n in good]
-        ids_N = draw(choices_NV[rows], whose, [places[n] for n in good])
-        for n, token in zip(good, _tokens(wide_NV[rows], ids_N, whose)):
+        if len(good) < len(jobs):
+            rows = torch.tensor(good, device=wide_NV.device)
+            choices_NV, wide_NV = choices_NV[rows], wide_NV[rows]
+        ids_N = draw(choices_NV, whose, [places[n] for n in good])
+        for n, token in zip(good, _tokens(wide_NV, ids_N, whose)):
             results[n] = token
     return [result for result in results if result is not None]
 
@@ -84,6 +86,8 @@ def _constrained(
 def draw(logits_NV: Tensor, jobs: Sequence[Job], places: Sequence[int]) -> Tensor:
     """Ids [N] by each job's parameters and its own number for that place of its answer; logits in at least float32."""
     params, device, dtype = [job.request.params for job in jobs], logits_NV.device, logits_NV.dtype
+    if all(p.temperature == 0 for p in params):
+        return logits_NV.max(-1).indices
     numbers = [uniform(job.seed, place) for job, place in zip(jobs, places)]
     return sample(
         logits_NV,

@@ -312,19 +312,19 @@ def test_s03_a_state_after_a_failed_pass_is_not_kept(interrupt: bool) -> None:
         one.step()
     assert all(stream.job.num_computed % 2 for stream in streams), "checkpoints are there: nothing would be kept anyway"
     layer = one._loop.runner.cache.layers[1]
-    write = layer.write
+    write = layer.scatter
 
     def failing(*arguments: Any) -> None:
         write(*arguments)
-        del layer.write
+        del layer.scatter
         raise KeyboardInterrupt if interrupt else RuntimeError("out of memory")
 
-    layer.write = failing
+    layer.scatter = failing
     try:
         one.step()
     except KeyboardInterrupt:
         assert interrupt
-    assert "write" not in vars(layer) and one.stats().num_preempted == 2 and one.stats().num_swapped == 0
+    assert "scatter" not in vars(layer) and one.stats().num_preempted == 2 and one.stats().num_swapped == 0
     for stream in streams:
         verify(stream.result(), stream.job)
     assert one.is_empty()

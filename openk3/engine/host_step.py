@@ -1,0 +1,197 @@
+"""HostStep: a pass of one token for each of N requests on a CPU, all layers in as few calls of torch as there can be.
+
+With few tokens a CPU does not wait for arithmetic but for calls: the modules of `model` make about 900 of them in a
+pass of recipe `tiny`, which serve training, prefill and every format too. This is the same arithmetic in about 350, for
+float32 and float64 without gradients: requests are batched in every one of them, pages are read by one gather, what
+depends on weights alone is computed once. Rounding may differ in the last digit. See docs/serving_speed.md.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from openk3.engine.host_moe import HostFeedForward
+from openk3.engine.host_pages import HostPages
+from openk3.engine.paged_cache import Batch, PagedCache, PagedLatents, PagedStates
+from openk3.model.depth import DepthQuery
+from openk3.model.k3 import K3
+from openk3.model.kda import KimiDeltaAttention
+from openk3.model.layer import Layer
+from openk3.model.mla import GatedMLA
+from openk3.ops.backend import pick
+from openk3.ops.joint_linear import joint_linear
+from openk3.ops.kda.reference import kda_gate
+from openk3.ops.norm import L2_EPS
+
+SMALL_STATE = 512  # values of a head's state up to which products by elements beat small matrix products
+
+
+class HostStep:
+    """The backbone of a model whose weights stay as they are, over the pages of one engine."""
+
+    def __init__(self, model: K3, cache: PagedCache) -> None:
+        layers = [cast(Layer, layer) for layer in model.layers]
+        self._width = model.config.text.latent_dim
+        self._depth = [HostDepth(queries) for queries in _blocks(model)]
+        self._norms = [norm.weight for layer in layers for norm in (layer.mix_norm, layer.ffn_norm)]
+        self._eps = [norm.eps for layer in layers for norm in (layer.mix_norm, layer.ffn_norm)]
+        self._parts: list[HostKda | HostMla | HostFeedForward] = []
+        for layer, place in zip(layers, cache.layers):
+            if isinstance(place, PagedStates):
+                self._parts.append(HostKda(cast(KimiDeltaAttention, layer.mixer), place))
+            else:
+                self._parts.append(HostMla(cast(GatedMLA, layer.mixer), place))
+            self._parts.append(HostFeedForward(layer.ffn))
+
+    @staticmethod
+    def applies(model: K3) -> bool:
+        """Whether a model's weights and form are ones that this reads; any other takes the pass of its modules."""
+        weight, text = model.embed.weight, model.config.text
+        plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        return plain and text.attn_res_mode != "full" and pick("norm", weight) == "reference"
+
+    def __call__(self, x_ND: Tensor, batch: Batch) -> Tensor:
+        """h_ND of embedded tokens, one of each request of the batch; states and latents move on."""
+        pages = HostPages.of(batch, self._width)
+        sources, parts = [x_ND], zip(self._parts, self._norms, self._eps)
+        for depth in self._depth:
+            depth.open(sources)
+            block_ND: Tensor | None = None
+            for n in range(depth.num_reads):
+                h_ND = depth.read(n, block_ND)
+                if depth.is_last and n == depth.num_reads - 1:
+                    return h_ND
+                part, weight, eps = next(parts)
+                y_ND = part(F.rms_norm(h_ND, weight.shape, weight, eps), pages)
+                block_ND = y_ND if block_ND is None else block_ND + y_ND
+            assert block_ND is not None
+            sources.append(block_ND)
+        raise AssertionError("the last read of depth is the output's")
+
+
+def _blocks(model: K3) -> list[list[DepthQuery]]:
+    """Reads of depth, cut where sources change."""
+    queries, size = model.depth_queries(), 2 * model.config.text.attn_res_block_size
+    return [queries[n : n + size] for n in range(0, len(queries), size)]
+
+
+class HostDepth:
+    """The reads of depth of one block: finished sources once for all of them, then the running sum (report 5.4.2)."""
+
+    def __init__(self, queries: list[DepthQuery]) -> None:
+        self.num_reads, self.eps = len(queries), queries[0].eps
+        self.is_last = queries[-1].site == "output"
+        self._vector_QD = torch.stack([query.vector_D() for query in queries]).detach()
+        self._vectors = self._vector_QD.unbind()
+        self._mixed: tuple[Tensor, ...] = ()
+        self._weight: tuple[Tensor, ...] = ()
+
+    def open(self, sources: list[Tensor]) -> None:
+        """Mix the finished sources for every read, and keep how much each mixture weighs: log sum exp of scores."""
+        if len(sources) == 1:
+            x_ND = sources[0]
+            scores_NQ = F.rms_norm(x_ND, x_ND.shape[1:], None, self.eps) @ self._vector_QD.T
+            self._mixed, self._weight = (x_ND,) * self.num_reads, scores_NQ.unbind(1)
+            return
+        values_NLD = torch.stack(sources, 1)
+        keys_NLD = F.rms_norm(values_NLD, values_NLD.shape[2:], None, self.eps)
+        scores_NLQ = keys_NLD @ self._vector_QD.T
+        top_NQ = scores_NLQ.amax(1)
+        parts_NLQ = (scores_NLQ - top_NQ[:, None]).exp_()
+        sum_NQ = parts_NLQ.sum(1)
+        mixed_NQD = torch.bmm((parts_NLQ / sum_NQ[:, None]).mT, values_NLD)
+        self._mixed, self._weight = mixed_NQD.unbind(1), sum_NQ.log_().add_(top_NQ).unbind(1)
+
+    def read(self, n: int, block_ND: Tensor | None) -> Tensor:
+        """The softmax over depth [N, D]; of two parts it is a sigmoid of the difference."""
+        if block_ND is None:
+            return self._mixed[n]
+        score_N = torch.mv(F.rms_norm(block_ND, block_ND.shape[1:], None, self.eps), self._vectors[n])
+        share_N = score_N.sub_(self._weight[n]).sigmoid_()
+        return torch.lerp(self._mixed[n], block_ND, share_N[:, None])
+
+
+class HostKda:
+    """One KDA layer (see KimiDeltaAttention), states and windows in their pages."""
+
+    def __init__(self, mixer: KimiDeltaAttention, place: PagedStates) -> None:
+        self._maps = [cast(nn.Linear, getattr(mixer, name)).weight for name in mixer.joint]
+        self._decay_map, self._out_map = mixer.f_b_proj.weight, mixer.o_proj.weight
+        convolutions = mixer.q_conv1d, mixer.k_conv1d, mixer.v_conv1d
+        self._taps_XW = torch.cat([each.weight for each in convolutions]).detach()
+        self._heads, self._gate = mixer.heads, mixer.decay_gate
+        self._norm, self._eps = mixer.o_norm.weight, mixer.o_norm.eps
+        bound = self._gate.lower_bound
+        self._slope = None if bound is None else self._gate.A_log_H.exp().clamp(max=torch.finfo(mixer.A_log.dtype).max)
+        self._place = place
+
+    def __call__(self, x_ND: Tensor, pages: HostPages) -> Tensor:
+        """y_ND."""
+        heads = self._heads
+        *inputs, gate_NC, narrow_NK, beta_NH = joint_linear(x_ND, self._maps)
+        state_NHKV, window_NXP = self._place.gather()
+        window_NXW = torch.cat((window_NXP, torch.cat(inputs, -1).unsqueeze(-1)), -1)
+        tokens_NX = F.silu((window_NXW * self._taps_XW).sum(-1))
+        tokens_N3HK = tokens_NX.view(len(x_ND), 3, heads, -1)
+        pairs_N2HK, v_NHV = tokens_N3HK[:, :2], tokens_N3HK[:, 2]
+        inverse = torch.linalg.vector_norm(pairs_N2HK, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
+        q_NHK, k_NHK = (pairs_N2HK * inverse).unbind(1)
+        alpha_NHK = self._log_decay(F.linear(narrow_NK, self._decay_map).view_as(k_NHK)).exp_()
+        state_NHKV.mul_(alpha_NHK.unsqueeze(-1))
+        error_NHV = (v_NHV - _read(state_NHKV, k_NHK)).mul_(beta_NH.sigmoid().unsqueeze(-1))
+        state_NHKV.addcmul_(k_NHK.unsqueeze(-1), error_NHV.unsqueeze(-2))
+        o_NHV = _read(state_NHKV, q_NHK).mul_(k_NHK.shape[-1] ** -0.5)
+        self._place.scatter(state_NHKV, window_NXW[..., 1:])
+        o_NHV = F.rms_norm(o_NHV, self._norm.shape, self._norm, self._eps)
+        return F.linear(o_NHV.view(len(x_ND), -1).mul_(gate_NC.sigmoid()), self._out_map)
+
+    def _log_decay(self, logit_NHK: Tensor) -> Tensor:
+        """A fresh tensor: `kda_gate`, with the slope at hand."""
+        if self._slope is None:
+            return kda_gate(logit_NHK, self._gate)
+        opened = (logit_NHK + self._gate.dt_bias_HK).mul_(self._slope[:, None]).sigmoid_()
+        return opened.mul_(cast(float, self._gate.lower_bound))
+
+
+def _read(state_NHKV: Tensor, key_NHK: Tensor) -> Tensor:
+    """S^T key [N, H, V]."""
+    if state_NHKV.shape[2] * state_NHKV.shape[3] <= SMALL_STATE:
+        return (state_NHKV * key_NHK.unsqueeze(-1)).sum(-2)
+    return (key_NHK.unsqueeze(-2) @ state_NHKV).squeeze(-2)
+
+
+class HostMla:
+    """One MLA layer in absorbed form (see GatedMLA), latents in their pages."""
+
+    def __init__(self, mixer: GatedMLA, place: PagedLatents) -> None:
+        maps = (mixer.q_a_proj, mixer.kv_a_proj_with_mqa, mixer.g_proj)
+        self._maps = [each.weight for each in maps if each is not None]
+        self._q_map, self._out_map = mixer.q_b_proj.weight, mixer.o_proj.weight
+        self._q_norm, self._latent_norm = mixer.q_a_layernorm, mixer.kv_a_layernorm
+        self._rank, self._scale = mixer.kv_rank, mixer.scale
+        self._nope, self._shared, self._heads = mixer.nope, mixer.shared, mixer.heads
+        up_HXC = mixer.kv_b_proj.weight.detach().unflatten(0, (mixer.heads, -1))
+        self._key_HKC, value_HVC = up_HXC.split((mixer.nope, mixer.value), 1)
+        self._value_HCV = value_HVC.mT
+        self._place = place
+
+    def __call__(self, x_ND: Tensor, pages: HostPages) -> Tensor:
+        """y_ND."""
+        narrow_NC, joint_NC, *gate_NC = joint_linear(x_ND, self._maps)
+        normed_NC = F.rms_norm(narrow_NC, self._q_norm.weight.shape, self._q_norm.weight, self._q_norm.eps)
+        q_HNK = F.linear(normed_NC, self._q_map).view(len(x_ND), self._heads, -1).transpose(0, 1)
+        latent_NC, shared_NR = joint_NC.split((self._rank, self._shared), -1)
+        latent_NC = F.rms_norm(
+            latent_NC, self._latent_norm.weight.shape, self._latent_norm.weight, self._latent_norm.eps
+        )
+        self._place.write(torch.cat((latent_NC, shared_NR), -1))
+        q_HNK, q_shared_HNR = q_HNK.split((self._nope, self._shared), -1)
+        q_HNC = torch.cat((torch.bmm(q_HNK, self._key_HKC), q_shared_HNR), -1)
+        ctx_NHC = pages.attend(q_HNC.transpose(0, 1), self._place.latents_PTC, self._rank, self._scale)
+        o_NHV = torch.bmm(ctx_NHC.transpose(0, 1), self._value_HCV).transpose(0, 1)
+        o_NC = o_NHV.reshape(len(x_ND), -1)
+        return F.linear(o_NC.mul_(gate_NC[0].sigmoid()) if gate_NC else o_NC, self._out_map)
