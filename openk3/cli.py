@@ -31,6 +31,7 @@ GROUPS = {
         "bench": "measure how fast a recipe trains here, or how fast an engine answers",
     },
     "Look and convert": {
+        "fleet": "simulate a fleet of servers on a trace of requests, or send one to live servers",
         "plan": "parameters, FLOPs, cache and memory of a model, without building it",
         "convert": "write a model in the released layout; pack and unpack MXFP4 experts",
         "doctor": "what this machine has, and which backends will be used",

@@ -22,6 +22,7 @@ from openk3 import recipes
 from openk3.commands.bench_flags import Bench
 from openk3.commands.errors import UserError
 from openk3.commands.flag_kinds import Run, Seed, unset
+from openk3.commands.fleet_flags import Fleet
 from openk3.commands.route_flags import Route
 from openk3.commands.serve_flags import Serve
 from openk3.config.model import ID_FIELDS, ConfigError
@@ -205,6 +206,7 @@ COMMANDS: dict[str, Any] = {
     "chat": Chat,
     "serve": Serve,
     "route": Route,
+    "fleet": Fleet,
     "plan": Plan,
     "bench": Bench,
     "convert": Convert,

@@ -35,6 +35,13 @@ class Outcome:
         """Seconds to the first token, waiting included."""
         return None if self.first is None else self.first - self.sent
 
+    @property
+    def token_s(self) -> float | None:
+        """Seconds between two tokens of a whole answer, on average."""
+        if self.fate != "done" or self.first is None or self.ended is None or self.answered < 2:
+            return None
+        return (self.ended - self.first) / (self.answered - 1)
+
 
 def quantile(values: Sequence[float], percent: float) -> float | None:
     """The smallest value that so many percent of the values do not exceed; None of nothing."""
@@ -51,11 +58,13 @@ def figures(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     waits = [outcome.routed - outcome.sent for outcome in found if outcome.routed is not None]
     prompt = sum(outcome.prompt for outcome in firsts)
     times = [outcome.ttft for outcome in firsts if outcome.ttft is not None]
+    gaps = [outcome.token_s for outcome in found if outcome.token_s is not None]
     return {
         "requests": len(found),
         **{fate: sum(outcome.fate == fate for outcome in found) for fate in ("done", "refused", "failed")},
         "ttft_s": {f"p{percent}": quantile(times, percent) for percent in QUANTILES},
         "ttft_mean_s": sum(times) / len(times) if times else None,
+        "token_s": {f"p{percent}": quantile(gaps, percent) for percent in QUANTILES},
         "router_wait_s": {f"p{percent}": quantile(waits, percent) for percent in QUANTILES},
         "prompt_tokens": prompt,
         "hit_rate": sum(outcome.cached for outcome in firsts) / prompt if prompt else None,
@@ -83,15 +92,16 @@ def table(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Summaries by the name of their policy, for a reader."""
     lines = [
         f"  {'policy':<20} {'kind':<8} {'requests':>8} {'refused':>7} {'failed':>6}"
-        f" {'TTFT p50':>10} {'p90':>10} {'p99':>10} {'hits':>7} {'wait p99':>10}"
+        f" {'TTFT p50':>10} {'p90':>10} {'p99':>10} {'a token p90':>11} {'hits':>7} {'wait p99':>10}"
     ]
     for name, row in rows.items():
         for kind, found in {"all": row["all"], **row["kinds"]}.items():
             times = " ".join(f"{_shown(found['ttft_s'][f'p{percent}']):>10}" for percent in QUANTILES)
+            gap = _shown(found["token_s"]["p90"])
             hits = "-" if found["hit_rate"] is None else f"{found['hit_rate']:.1%}"
             lines.append(
                 f"  {name if kind == 'all' else '':<20} {kind:<8} {found['requests']:>8,} {found['refused']:>7,}"
-                f" {found['failed']:>6,} {times} {hits:>7} {_shown(found['router_wait_s']['p99']):>10}"
+                f" {found['failed']:>6,} {times} {gap:>11} {hits:>7} {_shown(found['router_wait_s']['p99']):>10}"
             )
     return lines
 

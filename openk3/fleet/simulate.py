@@ -20,6 +20,7 @@ from openk3.fleet.ticket import Features, Reject, Ticket
 from openk3.fleet.ticket import Outcome as Verdict
 from openk3.fleet.trace import Entry, TraceError
 
+MOMENT = 1e-3  # seconds
 _OUTCOMES: dict[str, Verdict] = {"done": "ok", "failed": "broken", "refused": "left"}  # what the router is told
 
 
@@ -73,7 +74,8 @@ class _Alarm:
         self._time: float | None = None
 
     def set(self, time: float | None) -> None:
-        """None: no need."""
+        """None: no need. A time that is reached already is a moment away, as for any clock that moves."""
+        time = None if time is None else max(time, self._events.now + MOMENT)
         if time is not None and (self._time is None or time < self._time):
             self._time = time
             self._events.at(time, lambda: self._rings(time))

@@ -28,9 +28,9 @@ class ReplicaShape:
     """Limits of one replica, in tokens."""
 
     capacity: int = 12_000_000  # of page memory
-    step_tokens: int = 8192
-    max_requests: int = 256
-    patience: int = 256  # passes
+    step_tokens: int = 8192  # of a pass
+    max_requests: int = 256  # that run at the same time
+    patience: int = 256  # passes after which nobody passes a request without room
     block: int = 512  # between two places where a prefix can end
     state: int = 18_432  # what one KDA state of the whole model takes
     outer: int = 0  # of the outer tier

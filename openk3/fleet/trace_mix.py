@@ -22,21 +22,21 @@ class Mix:
     requests at once that share nothing with anything.
     """
 
-    seconds: float = 1800.0
-    coding_sessions: int = 48
-    coding_prefix: int = 400_000
-    coding_new: int = 4_000
-    coding_answer: int = 500
+    seconds: float = 1800.0  # in which requests come
+    coding_sessions: int = 48  # agents at work, each in one conversation
+    coding_prefix: int = 400_000  # tokens that an agent comes with
+    coding_new: int = 4_000  # of a turn
+    coding_answer: int = 500  # of an answer
     coding_pause: float = 60.0  # between the turns of a session
     chats_per_second: float = 2.0  # conversations that begin
-    chat_turns: int = 3
-    chat_new: int = 800
-    chat_answer: int = 300
-    chat_pause: float = 30.0
-    bursts: int = 3
-    burst_requests: int = 6
-    burst_tokens: int = 1_000_000
-    burst_answer: int = 300
+    chat_turns: int = 3  # of a conversation
+    chat_new: int = 800  # tokens of a turn
+    chat_answer: int = 300  # of an answer
+    chat_pause: float = 30.0  # between the turns of a conversation
+    bursts: int = 3  # how many
+    burst_requests: int = 6  # of each, within a second
+    burst_tokens: int = 1_000_000  # of each request
+    burst_answer: int = 300  # of an answer
     system_tokens: int = 6_000  # of coding agents; chats have a quarter of it
 
     def __post_init__(self) -> None:
