@@ -40,7 +40,7 @@ test: setup ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: setup ## load, fuzzing, clients and the web chat in Chromium: at most 30 minutes
-	@$(BIN)/python -c 'import lm_eval, playwright' 2>/dev/null || $(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[harness]'
+	@$(BIN)/python -c 'import lm_eval, playwright, ray' 2>/dev/null || $(PIP) install -c <(grep -v '^torch==' constraints.txt) -e '.[harness,cluster]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 check: setup ## lint, format, types, layers, code shape

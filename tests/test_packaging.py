@@ -85,7 +85,7 @@ def test_constraints_pin_what_is_asked_for() -> None:
     """Each pin lies in the range of pyproject.toml; every dependency of core, server and development has one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["serve"], *extras["dev"], *extras["harness"]]
+    lines = [*project["dependencies"], *extras["serve"], *extras["dev"], *extras["harness"], *extras["cluster"]]
     assert "openk3[serve]" in lines
     wanted = [line.partition(";")[0].replace("[api]", "") for line in lines if line != "openk3[serve]"]
     names = {line.partition(">=")[0] for line in wanted}

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 
 from openk3.commands.errors import UserError
 
@@ -19,8 +20,9 @@ except ImportError as error:  # an extra of the package
     raise UserError(f"openk3 route needs the package {error.name}; pip install 'openk3[serve]'") from None
 
 from openk3.commands.listening import bind, require_keys, shown_address
+from openk3.commands.ray_replicas import ray_replicas
 from openk3.commands.route_flags import Route
-from openk3.config.fleet import CostClass, FleetConfig, ProxyConfig
+from openk3.config.fleet import CLASSES, FleetConfig, ProxyConfig
 from openk3.config.http import MIB, ServerConfig
 from openk3.fleet.app import make_app
 from openk3.fleet.replica_list import FixedList, Listed, ListFile, ReplicaList, checked_url
@@ -34,10 +36,10 @@ def run(flags: Route) -> None:
     config = server_config(flags)
     keys = read_keys(flags.keys, os.environ)
     require_keys(config, keys, is_open=flags.open)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    for name in ("uvicorn", "httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     with contextlib.closing(bind(config)) as listener, replica_list(flags) as replicas:
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-        for name in ("uvicorn", "httpx", "httpcore"):
-            logging.getLogger(name).setLevel(logging.WARNING)
         router = Router(config, fleet_config(flags), proxy_config(flags), keys)
         server = DrainingServer(make_app(router, replicas), router)
         print(greeting(router, listener), file=sys.stderr, flush=True)
@@ -58,6 +60,9 @@ def replica_list(flags: Route) -> Generator[ReplicaList]:
         )
     elif flags.replicas_file is not None:
         yield ListFile(flags.replicas_file)
+    else:
+        with ray_replicas(flags) as listed:
+            yield listed
 
 
 def server_config(flags: Route) -> ServerConfig:
@@ -76,12 +81,13 @@ def server_config(flags: Route) -> ServerConfig:
 
 def fleet_config(flags: Route) -> FleetConfig:
     """The policy's side. Raises ConfigError naming the field."""
-    limits = (flags.short_tokens, flags.long_tokens, 0)
-    rows = zip(("short", "long", "huge"), limits, flags.budgets)
+    rows = zip(CLASSES, (*flags.class_tokens, 0), flags.class_budgets, flags.class_seconds)
     return FleetConfig(
-        classes=tuple(CostClass(name, most, budget) for name, most, budget in rows),
+        classes=tuple(
+            replace(one, most_tokens=most, replica_tokens=budget, queue_seconds=seconds)
+            for one, most, budget, seconds in rows
+        ),
         patience_seconds=flags.patience_seconds,
-        queue_seconds=flags.queue_seconds,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from openk3.commands.flag_kinds import unset
+from openk3.config.fleet import CLASSES
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Route:
     """Start the servers as actors of this Ray cluster; `local` starts a cluster on this machine."""
     num_replicas: int = 1
     """Servers to start there."""
+    replica_cpus: int = 1
+    """CPU cores of each of them."""
     replica_gpus: float = 0.0
     """GPUs of each of them."""
+    serve_flags: Annotated[str, unset("'FLAGS'", "none")] = ""
+    """Further flags of `openk3 serve` for them, in one word."""
     host: str = "127.0.0.1"
     """Address to listen on; any other than the loopback interface needs keys, or --open."""
     port: int = 8000
@@ -59,17 +64,20 @@ class Route:
     """Calls of each key at the same time; 0 is no limit."""
     max_body_mib: int = 32
     """Largest body of a call, in MiB."""
-    short_tokens: int = 8_192
-    """Most tokens, not cached and of the answer, of a short call."""
-    long_tokens: int = 131_072
-    """Most of a long one; beyond it is a huge one."""
-    budgets: Annotated[
-        tuple[int, int, int], arg(metavar="SHORT LONG HUGE", help="Tokens of each class under way in one server.")
-    ] = (131_072, 524_288, 2_097_152)
+    class_tokens: Annotated[
+        tuple[int, int, int],
+        arg(metavar="SHORT LONG HUGE", help="Most tokens, those not cached and the answer's, of a call of each class."),
+    ] = tuple(one.most_tokens for one in CLASSES[:3])  # pyrefly: ignore
+    class_budgets: Annotated[
+        tuple[int, int, int, int],
+        arg(metavar="SHORT LONG HUGE GIANT", help="Tokens of each class under way in one server."),
+    ] = tuple(one.replica_tokens for one in CLASSES)  # pyrefly: ignore
+    class_seconds: Annotated[
+        tuple[float, float, float, float],
+        arg(metavar="SHORT LONG HUGE GIANT", help="Time that a call of each class waits for a server."),
+    ] = tuple(one.queue_seconds for one in CLASSES)  # pyrefly: ignore
     patience_seconds: float = 10.0
     """Time that a call waits for the server with its prefix before another one computes it again."""
-    queue_seconds: float = 60.0
-    """Time that a call waits for any server."""
     silence_seconds: float = 60.0
     """Time after which a stream without a sign of life is given up."""
     answer_seconds: float = 1800.0

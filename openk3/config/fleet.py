@@ -23,12 +23,16 @@ class CostClass:
     replica_tokens: int  # of requests under way in one replica of weight 1
     fleet_tokens: int = 0  # of requests under way in all replicas; 0 is no limit
     queue: int = 1024  # requests that may wait
+    queue_seconds: float = 60.0  # and how long
 
 
+# For Kimi K3 on sixteen H200, by simulation (docs/fleet.md): one prefill of a million tokens at a time in each replica,
+# and first turns of 400 thousand do not wait for those; no budget is so small that it binds before the engine does.
 CLASSES = (
-    CostClass("short", 8_192, 131_072),
-    CostClass("long", 131_072, 524_288),
-    CostClass("huge", 0, 2_097_152),
+    CostClass("short", 8_192, 524_288),
+    CostClass("long", 131_072, 524_288, queue_seconds=120.0),
+    CostClass("huge", 655_360, 1_048_576, queue_seconds=600.0),
+    CostClass("giant", 0, 1_048_576, queue_seconds=600.0),
 )
 UNBUDGETED = (CostClass("all", 0, _MOST - 1),)
 
@@ -44,7 +48,7 @@ class FleetConfig:
     sessions: int = 100_000  # whose place is remembered
     session_seconds: float = 3600.0  # after which a prefix counts as evicted
     patience_seconds: float = 10.0  # that a request waits for its prefix before it is computed again elsewhere
-    queue_seconds: float = 60.0  # that a request waits at all
+    queue_seconds: float = 0.0  # that a request of any class waits; 0: as long as its class says
     answer_tokens: int = 1024  # of an answer: what is expected, if no less is asked for
     bytes_per_token: float = 4.0
     image_tokens: int = 1024
@@ -76,6 +80,10 @@ class FleetConfig:
     def used_classes(self) -> tuple[CostClass, ...]:
         """The classes, or the one without limits."""
         return self.classes if self.is_budgeted else UNBUDGETED
+
+    def longest_wait(self, kind: int) -> float:
+        """Seconds that a request of the class with this index may wait."""
+        return self.queue_seconds or self.used_classes[kind].queue_seconds
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Policy:
     that leaves it in its class. A prefix too long for that is waited for; after `patience_seconds` the request counts
     as one of the class that it costs elsewhere, and goes to its prefix if that class has room there, or is computed
     again elsewhere. Whoever waits keeps those behind it in turn from the replicas that it could take, so none is
-    overtaken for ever; none waits longer than `queue_seconds`.
+    overtaken for ever; none waits longer than its class allows.
     """
 
     def __init__(self, config: FleetConfig) -> None:

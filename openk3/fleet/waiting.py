@@ -39,6 +39,7 @@ class WaitingRoom:
             self.queues[ticket.kind].remove(ticket)
             ticket.kind = kind
             self.queues[kind].push(ticket)
+            self._look_at = min(self._look_at, self._deadline(ticket))
 
     def wake_at(self, now: float) -> float | None:
         """When `tick` has something to do at the latest, if nothing else happens; None: never."""
@@ -55,19 +56,19 @@ class WaitingRoom:
         if now < self._look_at and any(one.is_wanted for one in self._placement.replicas.values()):
             return
         for ticket in [ticket for queue in self.queues for ticket in queue]:
-            waited = now - ticket.arrived
-            if waited >= self.config.queue_seconds:
+            if now >= ticket.arrived + self.config.longest_wait(ticket.kind):
                 self._refuse(ticket, Reject("waited_too_long", 5.0))
             elif not self._placement.has_hope(ticket):
                 self._refuse(ticket, Reject("no_replica", 2.0))
-            elif not ticket.may_move and waited >= self.config.patience_seconds:
+            elif not ticket.may_move and now >= ticket.arrived + self.config.patience_seconds:
                 ticket.may_move = True
                 self.move(ticket, max(ticket.kind, self._budgets.class_of(self._placement.cost(ticket, None, now))))
         self._look_at = min((self._deadline(one) for queue in self.queues for one in queue), default=float("inf"))
 
     def _deadline(self, ticket: Ticket) -> float:
-        most = self.config.queue_seconds
-        return ticket.arrived + (most if ticket.may_move else min(self.config.patience_seconds, most))
+        """The same sums as in `look`: at that time there is something to do, to the last bit."""
+        end = ticket.arrived + self.config.longest_wait(ticket.kind)
+        return end if ticket.may_move else min(ticket.arrived + self.config.patience_seconds, end)
 
     def _refuse(self, ticket: Ticket, why: Reject) -> None:
         self.leave(ticket)

@@ -50,9 +50,13 @@ class LiveRouter:
         """A POST of JSON."""
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """A GET."""
+        return httpx.get(self.url + path, timeout=60, **options)
+
     def metric(self, name: str) -> float:
         """Of /metrics, by name and labels."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return float(
             next(line.rsplit(" ", 1)[1] for line in lines if line.rsplit(" ", 1)[0] == f"openk3_router_{name}")
         )

@@ -202,6 +202,22 @@ def test_checks_have_hysteresis() -> None:
     assert replica.checked(True, is_draining=True) and replica.state == "draining" and not replica.may_take(0.0)
 
 
+def test_time_is_compared_as_it_is_announced() -> None:
+    """Whoever sleeps until the announced time finds something to do, whatever rounding does."""
+    for number in range(200):
+        arrived = 0.1 + number / 7
+        policy = policy_of(["r0"], classes=(CostClass("all", 0, 100, queue_seconds=60.3),), patience_seconds=10.7)
+        ask(policy)
+        waits = ask(policy, now=arrived)
+        last = 0.0
+        while waits.rejected is None:
+            at = policy.wake_at(last)
+            assert at is not None and at > last
+            policy.tick(at)
+            last = at
+        assert last == arrived + 60.3 and policy.wake_at(last) is None
+
+
 def test_those_that_wait_learn_that_all_replicas_are_lost() -> None:
     """At once, not when their time is over."""
     policy = policy_of(["r0"], classes=(CostClass("all", 0, 100),))

@@ -84,11 +84,11 @@ def test_every_route_says_what_a_server_says(fleet: tuple[LiveRouter, list[Live]
         headers = {"content-type", "cache-control", "x-accel-buffering", "retry-after"}
         assert {n: direct.headers.get(n) for n in headers} == {n: routed.headers.get(n) for n in headers}
     for path in ("/v1/models/" + MODEL, "/tokenizer_info", "/v1/models/none", "/openapi.json", "/", "/chat.js"):
-        direct, routed = httpx.get(server.url + path), httpx.get(live.url + path)
+        direct, routed = httpx.get(server.url + path, timeout=60), live.get(path)
         assert (direct.status_code, NAMES.sub("", direct.text)) == (routed.status_code, NAMES.sub("", routed.text)), (
             path
         )
-    assert live.post("/v1/nothing", {}).status_code == 404 and httpx.get(live.url + CHAT).status_code == 405
+    assert live.post("/v1/nothing", {}).status_code == 404 and live.get(CHAT).status_code == 405
     live.wait_until_idle()
 
 
@@ -131,7 +131,7 @@ def test_bytes_pass_unchanged_both_ways() -> None:
     with scripted(odd) as [replica], live_router([replica.url]) as live:
         own = live.url.removeprefix("http://")
         headers["origin"] = live.url
-        response = httpx.post(f"{live.url}{CHAT}?a=b%20c", content=body, headers=headers)
+        response = httpx.post(f"{live.url}{CHAT}?a=b%20c", content=body, headers=headers, timeout=60)
         assert response.content == events and response.headers["content-type"] == "text/event-stream; charset=utf-8"
         [asked] = replica.asked
         assert (asked.path, asked.body) == (f"{CHAT}?a=b%20c", body)
@@ -198,15 +198,15 @@ def test_what_the_router_itself_refuses() -> None:
         good = {"authorization": f"Bearer {KEY}"}
         assert live.post("/v1/messages", {}).json()["error"]["type"] == "authentication_error"
         assert live.post(CHAT, {"x": "y" * 1000}, headers=good).json()["error"]["code"] == "body_too_large"
-        assert httpx.post(live.url + CHAT, content=b"hi", headers=good).status_code == 415
+        assert httpx.post(live.url + CHAT, content=b"hi", headers=good, timeout=60).status_code == 415
         limited = live.post(CHAT, {}, headers=good)
         assert limited.status_code == 429 and "retry-after" in limited.headers
         assert replica.asked == []
         for path in ("/metrics", "/v1/models", "/tokenizer_info"):
-            assert httpx.get(live.url + path).status_code == 401
-            assert httpx.get(live.url + path, headers=good).status_code == 200 or path == "/v1/models"
-        assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
-        text = httpx.get(f"{live.url}/metrics", headers=good).text
+            assert live.get(path).status_code == 401
+            assert live.get(path, headers=good).status_code == 200 or path == "/v1/models"
+        assert live.get("/health").json() == {"status": "ok"}
+        text = live.get("/metrics", headers=good).text
         assert KEY not in text and f'openk3_router_refused_total{{route="{CHAT}",status="413"}} 1' in text
         live.wait_until_idle()
 
@@ -224,10 +224,10 @@ def test_no_replica_is_a_clean_refusal() -> None:
     """With a time to come back, in /health too."""
     with live_router(["http://127.0.0.1:9"]) as live:
         for path in (CHAT, "/v1/models"):
-            response = live.post(path, {}) if path == CHAT else httpx.get(live.url + path)
+            response = live.post(path, {}) if path == CHAT else live.get(path)
             assert response.status_code == 503 and response.json()["error"]["code"] == "no_replica"
             assert "retry-after" in response.headers
-        assert httpx.get(f"{live.url}/health").json() == {"status": "no_replica"}
+        assert live.get("/health").json() == {"status": "no_replica"}
         assert live.metric('replica_state{replica="http://127.0.0.1:9",state="new"}') == 1
 
 
@@ -319,7 +319,7 @@ def test_draining_lets_calls_end_and_takes_no_more() -> None:
         pieces = response.iter_raw()
         next(pieces)
         live.server.drain()
-        assert httpx.get(f"{live.url}/health").json() == {"status": "draining"}
+        assert live.get("/health").json() == {"status": "draining"}
         refused = live.post(CHAT, {"messages": HI})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
         act.may_end = True
