@@ -435,9 +435,11 @@ class Markdown {
     this.onSettled = onSettled;
     this.settled = 0; // characters of the text
     this.kept = 0; // nodes of them
+    this.grew = false;
   }
 
   grow(text) {
+    this.grew = true;
     const lines = text.slice(this.settled).split("\n");
     const blocks = blocksOf(lines);
     while (this.root.childNodes.length > this.kept) this.root.lastChild.remove();
@@ -449,6 +451,8 @@ class Markdown {
 
   finish(text) { // as it would be after a reload, without touching what is so already
     const nodes = nodesOf(text.split("\n"), 0);
+    if (this.grew) for (const node of nodes.slice(this.kept)) this.onSettled(node.textContent);
+    this.grew = false;
     nodes.forEach((node, n) => {
       const old = this.root.childNodes[n];
       if (!old) this.root.append(node);
@@ -801,6 +805,8 @@ async function answer(conversation) {
   try {
     await receive(run, body);
   } catch (error) {
+    const isCut = !(error instanceof Failure) && !run.controller.signal.aborted;
+    if (isCut) await new Promise((resolve) => setTimeout(resolve, 300)); // or does the page go away?
     if (run.controller.signal.aborted) message.finish = "stopped";
     else {
       message.finish = "error";
