@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import openk3
 
@@ -48,7 +48,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return bool(IMPORTS_KERNELS.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
-settings.register_profile("openk3", deadline=None, derandomize=True)
+settings.register_profile(
+    "openk3",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # of a busy machine
+)
 settings.load_profile("openk3")
 
 

@@ -91,7 +91,7 @@ def test_the_server_of_the_page_answers_its_client(newcomer: Path, tiny_run: Pat
         assert greeting.startswith("mine at ") and port.isdecimal(), greeting + server.stderr.read()
         assert run([sys.executable, "-c", client.replace("8000", port)], newcomer)
         server.terminate()
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
     finally:
         server.kill()
         server.wait()

@@ -185,10 +185,10 @@ def writer(folder: Path, first: int, last: int, size: int, limit: int) -> subpro
 
 def test_killed_in_the_middle_of_a_write(tmp_path: Path) -> None:
     """SIGKILL at any moment: every file that has its name is whole, and what was half done is cleaned up later."""
-    size, torn = 4_000_000, 0
-    for turn in range(6):
+    size, torn, turn = 4_000_000, 0, 0
+    while turn < 6 or (not torn and turn < 100):
         process = writer(tmp_path / "tier", turn * 1000, turn * 1000 + 1000, size, 2**40)
-        time.sleep(0.01 + 0.013 * turn)
+        time.sleep(0.01 + 0.013 * (turn % 6))
         process.send_signal(signal.SIGKILL)
         process.wait()
         torn += len(list(tmp_path.rglob("*.tmp")))
@@ -197,6 +197,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path: Path) -> None:
             name = bytes.fromhex(path.name)
             assert get(store, name, size) == (name * (size // 32 + 1))[:size]
             path.unlink()
+        turn += 1
     assert torn, "no write was interrupted: the test shows nothing"
     for path in tmp_path.rglob("*.tmp"):
         os.utime(path, (0, 0))

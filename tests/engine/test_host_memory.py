@@ -137,6 +137,6 @@ def test_threads_do_not_miscount() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     memory.check()
     assert memory.pinned_bytes == 0

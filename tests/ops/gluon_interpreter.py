@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PATIENCE = 20.0  # seconds until a wait counts as a deadlock
+PATIENCE = 100.0  # seconds until a wait counts as a deadlock
 _here = threading.local()  # program, number of programs, products and copies in flight of this partition
 
 

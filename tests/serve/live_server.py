@@ -85,12 +85,15 @@ def tiny_model(context: int = 2048) -> K3:
 
 
 class Slow(Engine):
-    """Waits in each step as long as a test wants."""
+    """Waits in each step as long as a test wants, and before it while a test holds it."""
 
     delay = 0.0
+    may_step: threading.Event | None = None
 
     def step(self) -> list[Update]:
         """One step."""
+        if self.may_step is not None:
+            self.may_step.wait(60)
         if self.delay:
             time.sleep(self.delay)
         return super().step()
@@ -121,6 +124,16 @@ class Live:
         """Of each step."""
         self.service.thread._engine.delay = seconds  # pyrefly: ignore
 
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """No step begins inside."""
+        engine: Any = self.service.thread._engine
+        engine.may_step = threading.Event()
+        try:
+            yield
+        finally:
+            engine.may_step.set()
+
     @property
     def url(self) -> str:
         """http://127.0.0.1:PORT."""
@@ -145,7 +158,7 @@ class Live:
             assert response.status_code == 200, response.read()
             return parse_events(response.read().decode())
 
-    def wait_until_idle(self, seconds: float = 10.0) -> None:
+    def wait_until_idle(self, seconds: float = 60.0) -> None:
         """Nothing runs and no page is held."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -183,7 +196,7 @@ def live_server(
         yield live
     finally:
         server.should_exit = True
-        runner.join(20)
+        runner.join(60)
         assert not runner.is_alive()
 
 

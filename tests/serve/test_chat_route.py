@@ -256,16 +256,16 @@ def test_other_errors(live: Live, client: openai.OpenAI) -> None:
     """Bodies that are no JSON, another model, a prompt that is too long, routes that do not exist."""
     post = {"content-type": "application/json"}
     for body in (b"", b"{", b'{"model": "\\ud800"}', b"[1]", b"\xff", b'{"a":' * 5000):
-        answer = httpx.post(f"{live.url}/v1/chat/completions", content=body, headers=post)
+        answer = httpx.post(f"{live.url}/v1/chat/completions", content=body, headers=post, timeout=60)
         assert answer.status_code == 400 and answer.json()["error"]["message"], body[:20]
-    assert httpx.post(f"{live.url}/v1/chat/completions", content=b"{}").status_code == 415
+    assert httpx.post(f"{live.url}/v1/chat/completions", content=b"{}", timeout=60).status_code == 415
     with pytest.raises(openai.NotFoundError, match="gpt-5.*not served here"):
         client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "hi"}])
     with pytest.raises(openai.BadRequestError, match="room for 2048") as error:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x7 " * 3000}])
     assert error.value.code == "context_length_exceeded"
-    assert httpx.get(f"{live.url}/v2").json()["error"]["type"] == "not_found_error"
-    assert httpx.get(f"{live.url}/v1/chat/completions").status_code == 405
+    assert httpx.get(f"{live.url}/v2", timeout=60).json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{live.url}/v1/chat/completions", timeout=60).status_code == 405
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud800"', "1" + "0" * 5000])
@@ -275,7 +275,9 @@ def test_what_is_no_json_is_refused_wherever_it_stands(live: Live, value: str) -
     chat = f'"metadata": {{"k": {value}}}, "messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1'
     for path, fields in (("responses", f'"input": "x", {tools}'), ("chat/completions", chat)):
         body = f'{{"model": "{MODEL}", {fields}}}'
-        answer = httpx.post(f"{live.url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+        answer = httpx.post(
+            f"{live.url}/v1/{path}", content=body, headers={"content-type": "application/json"}, timeout=60
+        )
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json", answer.text
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from live_server import TOKENIZER, tiny_engine
+from waiting import wait_for
 
 from openk3.engine.engine import Engine
 from openk3.engine.request import Request, SamplingParams, Token
@@ -96,12 +96,8 @@ def test_an_engine_that_fails_is_replaced() -> None:
     def make() -> Engine:
         if engines:  # as a server asks that must not stop now
             assert not threads[0].is_lost and not threads[0].is_healthy
-            for _ in range(200):  # a thread that submits may hold it a moment longer
-                gc.collect()
-                if engines[0]() is None:
-                    break
-                time.sleep(0.01)
-            assert engines[0]() is None  # its memory is free for this one
+            # Its memory is free for this one; a thread that submits may hold it a moment longer.
+            wait_for(lambda: gc.collect() >= 0 and engines[0]() is None)
         engine = faulty()
         engines.append(weakref.ref(engine))
         return engine
@@ -150,8 +146,8 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             with pytest.raises(ApiError):
                 await read(thread, [request()])
-        await asyncio.sleep(0.05)
-        assert thread.is_lost and not thread.is_healthy and thread.restarts.count == 2 and thread.stats() is None
+        await asyncio.to_thread(wait_for, lambda: thread.is_lost)
+        assert not thread.is_healthy and thread.restarts.count == 2 and thread.stats() is None
         with pytest.raises(EngineDown):
             thread.submit(request(), lambda news: None)
         with pytest.raises(ApiError) as error:
@@ -220,10 +216,8 @@ def test_who_reads_too_slowly_is_cut_off() -> None:
     async def work(thread: EngineThread) -> None:
         answers = Answers(thread, [request(500)], 20)
         answers.submit()
-        for _ in range(500):
-            await asyncio.sleep(0.01)
-            if thread.num_live == 0:
-                break
+        await asyncio.to_thread(wait_for, lambda: thread.num_live == 0)
+        await asyncio.sleep(0)  # its news reach this loop
         got = 0
         with pytest.raises(ApiError, match="not read in time"):
             async for piece in answers.pieces():
@@ -274,11 +268,11 @@ def test_a_call_that_is_refused_leaves_nothing() -> None:
         with pytest.raises(ApiError) as error:
             await read(thread, [request(50), Request([1] * 4000)])
         assert error.value.code == "context_length_exceeded"
-        for _ in range(200):
-            await asyncio.sleep(0.01)
+
+        def nothing_is_left() -> bool:
             stats = thread.stats()
-            if thread.num_live == 0 and stats is not None and stats.num_pages_held == 0:
-                return
-        raise AssertionError("a request is left")
+            return thread.num_live == 0 and stats is not None and stats.num_pages_held == 0
+
+        await asyncio.to_thread(wait_for, nothing_is_left)
 
     run(tiny_engine, work)

@@ -214,4 +214,4 @@ def test_errors_reach_the_client(live: Live, client: anthropic.Anthropic) -> Non
     """By the classes that it knows."""
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         client.messages.create(model="claude", max_tokens=1, messages=USER)
-    assert httpx.get(f"{live.url}/v1/messages").json()["type"] == "error"
+    assert httpx.get(f"{live.url}/v1/messages", timeout=60).json()["type"] == "error"

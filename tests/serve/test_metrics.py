@@ -49,7 +49,7 @@ def test_the_page_lists_what_is_printed() -> None:
         live.chat("ab ab ab ab ab ab", max_tokens=24, temperature=0)
         assert live.chat("hi").status_code == 429
         live.wait_until_idle(60)
-        text = httpx.get(f"{live.url}/metrics").text
+        text = httpx.get(f"{live.url}/metrics", timeout=60).text
     assert table(text) in PAGE.read_text(encoding="utf-8"), table(text)
 
 
@@ -79,7 +79,7 @@ def test_drafts_and_the_cache_move_their_figures() -> None:
         for _ in range(2):
             live.chat("one two one two one two one two " * 4, max_tokens=64, temperature=0)
         live.wait_until_idle(60)
-        text = httpx.get(f"{live.url}/metrics").text
+        text = httpx.get(f"{live.url}/metrics", timeout=60).text
 
     def value(name: str) -> float:
         return sum(float(number) for number in re.findall(rf"^openk3_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))

@@ -29,7 +29,7 @@ SHORT = {
 
 def test_routes_and_bodies_are_described(live: Live) -> None:
     """Every POST names its schema, every schema is there, and the errors that a client may meet."""
-    document = httpx.get(f"{live.url}/openapi.json").json()
+    document = httpx.get(f"{live.url}/openapi.json", timeout=60).json()
     schemas = document["components"]["schemas"]
     for path, name in ROUTES.items():
         route = document["paths"][path]["post"]

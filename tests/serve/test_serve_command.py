@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from live_server import parse_events
 
 from openk3.cli import main
 from openk3.commands import flags
@@ -83,14 +84,15 @@ def test_a_server_lives_and_drains(tiny_run: Path, tmp_path: Path) -> None:
         assert "1 API keys" in process.stderr.readline()
         headers = {"authorization": "Bearer sk-0123456789abcdef"}
         body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True}
-        assert httpx.get(f"{url}/metrics", headers=headers).text.count("openk3_outer_bytes") == 3
+        assert httpx.get(f"{url}/metrics", headers=headers, timeout=60).text.count("openk3_outer_bytes") == 3
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60) as response:
             pieces = response.iter_text()
             text = next(pieces)
             process.send_signal(signal.SIGTERM)
             text += "".join(pieces)
-        assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
-        assert process.wait(30) == 0
+        events = parse_events(text)
+        assert events.pop() == "[DONE]" and all("error" not in event for event in events)
+        assert process.wait(120) == 0
         log = process.stderr.read()
         assert "shutting down" in log and "key=ann 200" in log and "sk-0123" not in log and "Traceback" not in log
     finally:
@@ -101,7 +103,7 @@ def test_a_server_lives_and_drains(tiny_run: Path, tmp_path: Path) -> None:
 def test_an_extra_that_is_missing_is_named(tiny_run: Path) -> None:
     """Without a traceback."""
     code = "import sys; sys.modules['llguidance'] = None; from openk3.cli import main; sys.exit(main(['serve']))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert (
         result.returncode == 2 and "pip install 'openk3[serve]'" in result.stderr and "Traceback" not in result.stderr
     )

@@ -56,7 +56,7 @@ def test_an_engine_that_fails_under_its_clients() -> None:
             assert "event: error" in response.read().decode()
         wait_for(lambda: httpx.get(f"{live.url}/health", timeout=60).json() == {"status": "ok"})  # it is being replaced
         assert live.post(ROUTE, body).status_code == 200
-        text = httpx.get(f"{live.url}/metrics").text
+        text = httpx.get(f"{live.url}/metrics", timeout=60).text
         assert "openk3_engine_restarts_total 3" in text
         assert f'openk3_calls_total{{route="{ROUTE}",status="500"}} 2' in text
         live.wait_until_idle()
@@ -107,10 +107,10 @@ def test_metrics_are_prometheus_text() -> None:
 
 def test_live_metrics_move(live: Live) -> None:
     """Tokens of answers, calls that are open, passes."""
-    before = httpx.get(f"{live.url}/metrics").text
+    before = httpx.get(f"{live.url}/metrics", timeout=60).text
     live.chat("hi", max_tokens=5)
     live.wait_until_idle()
-    after = httpx.get(f"{live.url}/metrics").text
+    after = httpx.get(f"{live.url}/metrics", timeout=60).text
 
     def value(text: str, name: str) -> float:
         return float(re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[0])

@@ -15,7 +15,7 @@ def test_both_ways(live: Live) -> None:
     assert answer == {"tokens": TOKENIZER.encode(text), "count": len(TOKENIZER.encode(text)), "max_model_len": 2048}
     assert max(answer["tokens"]) < TOKENIZER.num_ranks
     assert live.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
-    info = httpx.get(f"{live.url}/tokenizer_info").json()
+    info = httpx.get(f"{live.url}/tokenizer_info", timeout=60).json()
     assert live.post("/tokenize", {"prompt": "x"}).json()["tokens"][0] == TOKENIZER.special[info["bos_token"]]
     for name in (info["bos_token"], info["eos_token"]):
         found = live.post("/tokenize", {"prompt": name, "add_special_tokens": False}).json()["tokens"]
@@ -31,4 +31,4 @@ def test_what_is_refused(live: Live) -> None:
     assert live.post("/tokenize", {"prompt": "x", "model": "other"}).status_code == 404
     with live_server(Keys([(KEY, Caller("ann"))])) as guarded:
         assert guarded.post("/tokenize", {"prompt": "x"}).status_code == 401
-        assert httpx.get(f"{guarded.url}/tokenizer_info").status_code == 401
+        assert httpx.get(f"{guarded.url}/tokenizer_info", timeout=60).status_code == 401

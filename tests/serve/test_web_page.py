@@ -62,7 +62,7 @@ def guarded() -> Iterator[Live]:
 @pytest.mark.parametrize("path", FILES)
 def test_types_headers_and_etags(live: Live, path: str) -> None:
     """Each file as it is on disk, with its type; asked for again each time, and then not sent again."""
-    answer = httpx.get(live.url + path)
+    answer = httpx.get(live.url + path, timeout=60)
     body = (WEB / FILES[path][0]).read_bytes()
     assert answer.status_code == 200 and answer.content == body
     assert answer.headers["content-type"] == f"{KINDS[path]}; charset=utf-8"
@@ -70,19 +70,19 @@ def test_types_headers_and_etags(live: Live, path: str) -> None:
     etag = answer.headers["etag"]
     assert etag == f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     for header in (etag, f"W/{etag}", f'"other", {etag}', "*"):
-        again = httpx.get(live.url + path, headers={"if-none-match": header})
+        again = httpx.get(live.url + path, headers={"if-none-match": header}, timeout=60)
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag), header
         assert again.headers["content-security-policy"] == answer.headers["content-security-policy"]
-    assert httpx.get(live.url + path, headers={"if-none-match": f'"x{etag[1:]}'}).status_code == 200
+    assert httpx.get(live.url + path, headers={"if-none-match": f'"x{etag[1:]}'}, timeout=60).status_code == 200
     head = httpx.head(live.url + path)
     assert (head.status_code, head.content) == (200, b"") and head.headers["content-length"] == str(len(body))
-    assert httpx.post(live.url + path).status_code == 405
+    assert httpx.post(live.url + path, timeout=60).status_code == 405
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_the_policy_allows_this_origin_and_nothing_else(live: Live, path: str) -> None:
     """Nothing by default; scripts, styles and connections of this origin; no frames, forms, bases or HTML from text."""
-    headers = httpx.get(live.url + path).headers
+    headers = httpx.get(live.url + path, timeout=60).headers
     rules = dict(rule.strip().partition(" ")[::2] for rule in headers["content-security-policy"].split(";"))
     assert rules == {
         "default-src": "'none'",
@@ -148,20 +148,20 @@ def test_every_name_in_the_script_is_in_the_page(page: Tags) -> None:
 def test_the_page_needs_no_key_and_holds_none(guarded: Live) -> None:
     """It loads, and asks; what it asks for needs the key."""
     for path in FILES:
-        assert httpx.get(guarded.url + path).status_code == 200
-    assert httpx.get(f"{guarded.url}/v1/models").status_code == 401
+        assert httpx.get(guarded.url + path, timeout=60).status_code == 200
+    assert httpx.get(f"{guarded.url}/v1/models", timeout=60).status_code == 401
 
 
 def test_the_doorman_checks_the_page_too(live: Live) -> None:
     """On the loopback interface without keys: this machine's names alone, and no page of another server."""
-    assert httpx.get(live.url, headers={"host": "evil.example"}).status_code == 421
-    assert httpx.get(live.url, headers={"origin": "http://evil.example"}).status_code == 403
-    assert httpx.get(live.url, headers={"origin": live.url}).status_code == 200
+    assert httpx.get(live.url, headers={"host": "evil.example"}, timeout=60).status_code == 421
+    assert httpx.get(live.url, headers={"origin": "http://evil.example"}, timeout=60).status_code == 403
+    assert httpx.get(live.url, headers={"origin": live.url}, timeout=60).status_code == 200
 
 
 def test_models_say_what_the_page_asks(live: Live) -> None:
     """Pictures, their limits, and efforts."""
-    (model,) = httpx.get(f"{live.url}/v1/models").json()["data"]
+    (model,) = httpx.get(f"{live.url}/v1/models", timeout=60).json()["data"]
     assert model["input_modalities"] == ["text", "image"] and model["reasoning_efforts"] == ["low", "high", "max"]
     config = live.service.config
     assert (model["max_images"], model["max_image_bytes"]) == (config.max_images, config.max_image_bytes)
