@@ -60,6 +60,7 @@ class Answer:
 
     def __init__(self, router: Router, call: Call, replica: str) -> None:
         self._router, self._call, self._replica = router, call, replica
+        self._lane = router.lanes.take(replica)
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._splitter = Splitter(router.proxy.event_bytes)
@@ -79,7 +80,9 @@ class Answer:
         try:
             with faults():
                 async with limit:
-                    self._response = response = await self._router.client.send(self._request(), stream=True)
+                    request = self._request()
+                    self._response = response = await self._lane.handle_async_request(request)
+                    response.request = request
                     self._chunks = chunks = response.aiter_raw()
                     self.status, self.headers = response.status_code, returned(response)
                     self.is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
@@ -99,8 +102,11 @@ class Answer:
 
     async def close(self) -> None:
         """Stop reading; a replica that still writes is told by its closed connection."""
-        if self._response is not None:
-            await self._response.aclose()
+        if self._response is None:
+            await self._lane.aclose()
+            return
+        await self._response.aclose()
+        await self._router.lanes.give(self._replica, self._lane)
 
     def as_error(self) -> ApiError:
         """For a client whose stream was begun for another replica."""

@@ -57,6 +57,7 @@ class Checks:
                 if listed is not None:
                     self.update(listed)
                 await self.check_all()
+                await self._router.lanes.sweep()
             except Exception:  # the next round may be better; without checks no replica would ever come back
                 LOG.exception("checking the replicas failed")
 

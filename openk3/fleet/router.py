@@ -10,6 +10,7 @@ import httpx
 
 from openk3.config.fleet import FleetConfig, ProxyConfig
 from openk3.config.http import ServerConfig
+from openk3.fleet.lanes import Lanes
 from openk3.fleet.metrics import RouterMetrics
 from openk3.fleet.policy import Policy
 from openk3.fleet.ticket import Features, Outcome, Reject, Ticket
@@ -20,7 +21,6 @@ from openk3.serve.keys import Keys
 if TYPE_CHECKING:
     from openk3.fleet.flight import Flight
 
-IDLE_SECONDS = 5.0  # of a kept connection: less than a replica keeps it, so that none is used as it closes
 _REASONS = {
     "no_replica": "no replica takes calls now; try again",
     "queue_full": "too many calls of this size wait; try again",
@@ -60,13 +60,14 @@ class Router:
 
     def start(self) -> None:
         """Connections are made from here on."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE_SECONDS)
-        self.client = httpx.AsyncClient(limits=limits, trust_env=False, follow_redirects=False)
+        self.lanes = Lanes()
+        self.client = httpx.AsyncClient(trust_env=False, follow_redirects=False)  # for questions of the router's own
 
     async def stop(self) -> None:
         """Close them."""
         if self._alarm is not None:
             self._alarm.cancel()
+        await self.lanes.sweep(everything=True)
         await self.client.aclose()
 
     def abandon(self, name: str) -> None:
