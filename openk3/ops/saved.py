@@ -158,26 +158,27 @@ class SavingPass:
         if len(self._names) > self._limit:  # forget what is gone, now and then
             self._names = {key: known for key, known in self._names.items() if not known.alive.expired()}
             self._limit = 2 * len(self._names) + 256
-        layout = None
+        layout, storage = None, tensor.untyped_storage()
         if recipe is None:  # several tensors of one allocation are rounded together
-            values = tensor.untyped_storage().nbytes() // tensor.element_size()
+            values = storage.nbytes() // tensor.element_size()
             layout = _Layout(torch.Size([values]), (1,), 0, tensor.dtype)
         elif tensor.is_contiguous():
             layout = _Layout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        self._names[key] = _Name(group, StorageWeakRef(tensor.untyped_storage()), layout, recipe, index, [])
+        self._names[key] = _Name(group, StorageWeakRef(storage), layout, recipe, index, [])
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds in place of a tensor."""
-        known = self._names.get(_key(tensor))
+        key = _key(tensor)
+        known = self._names.get(key)
         if known is not None and known.layout is not None and known.layout.holds(tensor):
             holder = None if known.alive.expired() else self._holder(known, known.layout, tensor)
             if holder is not None:
                 holder.uses += 1
                 offset = int(tensor.storage_offset()) - known.layout.offset
                 return _View(holder, known.index, tensor.shape, tensor.stride(), offset)
-        if self._beside is not None and _key(tensor) not in self._beside:
+        if self._beside is not None and key not in self._beside:
             storage = tensor.untyped_storage()
-            self._books[_key(tensor)] = StorageWeakRef(storage), storage.nbytes()
+            self._books[key] = StorageWeakRef(storage), storage.nbytes()
         return tensor
 
     def held(self, tensor: Tensor) -> _View | _Kept:
