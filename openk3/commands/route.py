@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Generator
@@ -30,6 +31,9 @@ from openk3.fleet.router import Router
 from openk3.serve.keys import read_keys
 from openk3.serve.server import DrainingServer
 
+LOG = logging.getLogger(__name__)
+FILES_BESIDE = 1024  # kept connections to replicas, listeners, logs
+
 
 def run(flags: Route) -> None:
     """Route until SIGTERM or Ctrl-C, then let answers end. Raises UserError and ConfigError."""
@@ -39,11 +43,23 @@ def run(flags: Route) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     for name in ("uvicorn", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    raise_file_limit(flags.max_open)
     with contextlib.closing(bind(config)) as listener, replica_list(flags) as replicas:
         router = Router(config, fleet_config(flags), proxy_config(flags), keys)
         server = DrainingServer(make_app(router, replicas), router)
         print(greeting(router, listener), file=sys.stderr, flush=True)
         server.run(sockets=[listener])
+
+
+def raise_file_limit(num_calls: int) -> None:
+    """A call takes a connection on both sides; as many of them as the system allows are allowed to this process."""
+    need = 2 * num_calls + FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        LOG.warning("%d calls need %d open files, the system allows %d; see ulimit -Hn", num_calls, need, hard)
+        need = hard
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 @contextlib.contextmanager

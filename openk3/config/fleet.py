@@ -96,6 +96,7 @@ class ProxyConfig:
     check_every_seconds: float = 1.0
     check_seconds: float = 5.0  # for one health check
     hold_bytes: int = 16 * 2**20  # of a whole answer: as long as it is held back, another replica can be asked
+    body_bytes: int = 4 * 2**30  # of all calls under way: bodies are kept until they cannot be sent again
     event_bytes: int = 2**20  # of one event, likewise
     deaths: int = 2  # replicas that may break on one request: a request that breaks them is not sent to all
 

@@ -80,18 +80,26 @@ def error_response(path: str, error: ApiError) -> JSONResponse:
 def _post(router: Router) -> Endpoint:
     async def route(http: Request) -> Response:
         path, began = http.url.path, time.monotonic()
-        lease = _admit(router, http)
+        lease, size = _admit(router, http), _size(http, router.config.max_body_bytes)
+
+        def give_back() -> None:
+            lease.release()
+            router.num_held -= size
+
+        router.num_held += size
         try:
+            if router.num_held > router.proxy.body_bytes:
+                raise ApiError(503, "the router is full; try again", code="overloaded", retry_after=1)
             body = await read_body(http, router.config)
             is_stream, features = _read(router, path, body, _tenant(http, lease))
         except BaseException as error:
-            lease.release()
+            give_back()
             if isinstance(error, ApiError):
                 router.metrics.refused[path, error.status] += 1
             raise
 
         def end(status: int) -> None:
-            lease.release()
+            give_back()
             router.metrics.ended(path, status)
             LOG.info("%s key=%s %d %.3fs", path, lease.caller.name or "-", status, time.monotonic() - began)
 
@@ -172,6 +180,12 @@ def _admit(router: Router, http: Request) -> Lease:
     except ApiError as error:
         router.metrics.refused[http.url.path, error.status] += 1
         raise
+
+
+def _size(http: Request, most: int) -> int:
+    """Bytes of a body before it is read; as many as there may be where its client does not say."""
+    declared = http.headers.get("content-length", "")
+    return min(int(declared), most) if declared.isdecimal() and len(declared) < 18 else most
 
 
 def _tenant(http: Request, lease: Lease | None) -> str:

@@ -41,6 +41,7 @@ class Router:
         self.early: defaultdict[str, set[asyncio.Timeout]] = defaultdict(
             set
         )  # calls that have sent nothing, by replica
+        self.num_held = 0  # bytes of bodies under way
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._alarm: asyncio.TimerHandle | None = None
 

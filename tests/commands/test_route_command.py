@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from openk3.cli import main
 from openk3.commands import flags
-from openk3.commands.route import fleet_config, proxy_config, replica_list, server_config
+from openk3.commands.route import fleet_config, proxy_config, raise_file_limit, replica_list, server_config
 from openk3.config.fleet import CLASSES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -74,6 +75,21 @@ def test_flags_become_limits() -> None:
     rows = [(one.most_tokens, one.replica_tokens, one.queue_seconds) for one in fleet_config(given).classes]
     assert rows == [(1, 4, 8), (2, 5, 9), (3, 6, 10), (0, 7, 11)] and fleet_config(given).patience_seconds == 3
     assert server_config(given).max_body_bytes == 2 * 2**20 and proxy_config(given).answer_seconds == 5
+
+
+def test_files_are_allowed_as_calls_need_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Up to what the system allows; more is only asked for, and said."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1100, before[1]))
+        raise_file_limit(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1224, before[1])
+        raise_file_limit(50)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1224, before[1])
+        raise_file_limit(2**40)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1] and "open files" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_router_lives_and_drains(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from live_fleet import (
 )
 from live_server import KEY, MODEL, Live, live_server, parse_events, turn
 
-from openk3.config.fleet import CostClass, FleetConfig
+from openk3.config.fleet import CostClass, FleetConfig, ProxyConfig
 from openk3.config.model import ConfigError
 from openk3.fleet.affinity import read_features
 from openk3.fleet.app import merged_models
@@ -361,6 +361,23 @@ def test_calls_wait_for_their_class_and_leave_the_queue_with_their_client() -> N
             b"".join(pieces)
         live.wait_until_idle()
         assert live.metric("waited_seconds_total") > 0
+
+
+def test_bodies_under_way_are_bounded_together() -> None:
+    """They are kept for another replica: a call whose body may have no room is refused before it is read."""
+    act = Gated()
+    proxy = ProxyConfig(check_every_seconds=0.05, body_bytes=3000)
+    with scripted(act) as [replica], live_router([replica.url], proxy=proxy, max_body_bytes=2000) as live:
+        body = {"messages": [{"role": "user", "content": "x" * 1500}], "stream": True}
+        with httpx.stream("POST", live.url + CHAT, json=body, timeout=60) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            refused = live.post(CHAT, body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            act.may_end = True
+            b"".join(pieces)
+        live.wait_until_idle()
+        assert live.router.num_held == 0 and live.post(CHAT, body).status_code == 200
 
 
 def test_models_are_merged() -> None:

@@ -292,7 +292,7 @@ def test_a_slow_client_holds_its_replica_back() -> None:
             while before != sent < 64 * 2**20:  # until the buffers of three sockets are full
                 before = sent
                 wait_for(lambda: live.metric("calls_open") == 1)
-                for _ in range(20):
+                for _ in range(8):
                     live.metric("calls_open")
             assert sent < 64 * 2**20
         live.wait_until_idle()
