@@ -53,6 +53,17 @@ class BenchServe:
     """
 
     run: Run = None
+    mix: Annotated[str, unset("RECIPE", "no mix")] = ""
+    """Measure a mix of requests through a fresh model of this recipe (or quickstart) instead: prompts of 16 to 512
+    tokens, answers of 16 to 256, and a second time with 90 % of the requests behind one of four long prefixes."""
+    peer_python: Annotated[Path | None, unset("PATH", "no peer")] = None
+    """A Python with torch and transformers, whose generate answers the same mix in static batches."""
+    mix_requests: int = 64
+    """Requests of the mix."""
+    at_once: int = 32
+    """Most requests of the mix that the engine has under way, and the size of the peer's batches."""
+    rate: float = 0.0
+    """Requests of the mix that come in a second, by chance (Poisson); 0: all at once."""
     text: Annotated[Path | None, unset("PATH", "the Python standard library's sources")] = None
     """File or folder that prompts are cut from; files that `quickstart` holds out come first."""
     concurrency: tuple[int, ...] = (1, 4, 16)

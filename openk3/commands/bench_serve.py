@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from openk3.commands import bench_mix
 from openk3.commands.bench_flags import BenchServe
 from openk3.commands.errors import UserError
 from openk3.commands.generate import load_tokenizer
@@ -32,6 +33,9 @@ TEXT_BYTES = 1 << 20  # that prompts are cut from
 
 def run(flags: BenchServe) -> None:
     """Measure every setting, print the table, write the record."""
+    if flags.mix:
+        run_mix(flags)
+        return
     check(flags)
     directory = find_model(flags.run)
     device = pick_device(flags.device)
@@ -45,6 +49,17 @@ def run(flags: BenchServe) -> None:
     if flags.out is not None:
         write_json(flags.out, found)
     print(json.dumps(found, indent=2) if flags.json else "\n".join(table(found)))
+
+
+def run_mix(flags: BenchServe) -> None:
+    """`--mix`: the record of bench_mix, beside the JSON also in Markdown."""
+    bench_mix.check(flags)
+    found = bench_mix.measure_mix(flags)
+    found = machine(torch.device("cpu")) | {"dtype": "float32"} | found
+    if flags.out is not None:
+        write_json(flags.out, found)
+        flags.out.with_suffix(".md").write_text(bench_mix.markdown(found), encoding="utf-8")
+    print(json.dumps(found, indent=2) if flags.json else "\n".join(bench_mix.table(found)))
 
 
 def check(flags: BenchServe) -> None:
@@ -158,8 +173,15 @@ def sizes(flags: BenchServe) -> dict[str, Any]:
 
 
 def conditions(model: K3) -> dict[str, Any]:
-    """What a number means nothing without: machine, commit, versions."""
-    device = model.embed.weight.device
+    """What a number means nothing without: machine, commit, versions, model."""
+    return machine(model.embed.weight.device) | {
+        "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
+        "parameters": sum(value.numel() for value in model.parameters()),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Machine, commit and versions."""
     git = subprocess.run(["git", "-C", str(PACKAGE), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -174,8 +196,6 @@ def conditions(model: K3) -> dict[str, Any]:
         "hardware": hardware,
         "load_average": os.getloadavg()[0],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
-        "parameters": sum(value.numel() for value in model.parameters()),
     }
 
 

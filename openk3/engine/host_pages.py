@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openk3.engine.paged_cache import Batch
 
-MOST_VALUES = 1 << 22  # of latents that are gathered at once (float32: 16 MiB), unless one request has more
+MOST_VALUES = 1 << 20  # of latents that are gathered at once (float32: 4 MiB), unless one request has more
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import pick
 from openk3.ops.norm import rms_norm
+from openk3.ops.unrecorded import apply
 
 
 class NormedMix(NamedTuple):
@@ -41,7 +42,7 @@ def mix_depth(
         return _mixed_by_kernel(sources, query_D, norm_weight_D, eps)
     wide = torch.promote_types(sources[0].dtype, torch.float32)
     vector_D = query_D.to(wide) * norm_weight_D.to(wide)
-    mixed_TD, probs_TL = _MixDepth.apply(vector_D, eps, *sources)
+    mixed_TD, probs_TL = apply(_MixDepth, vector_D, eps, *sources)
     return mixed_TD, probs_TL
 
 

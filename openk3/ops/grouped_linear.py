@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.unrecorded import apply
+
 
 def grouped_linear(x_MC: torch.Tensor, weight_EOC: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """`x_rows @ weight[e].T` for each expert's rows -> y [M, O] in x's dtype.
@@ -28,7 +30,7 @@ def grouped_linear(x_MC: torch.Tensor, weight_EOC: torch.Tensor, counts_E: torch
             f"x {tuple(x_MC.shape)}, weight {tuple(weight_EOC.shape)}, counts {tuple(counts_E.shape)} "
             f"summing to {int(counts_E.sum())} do not fit"
         )
-    return _GroupedLinear.apply(x_MC, weight_EOC, counts_E)
+    return apply(_GroupedLinear, x_MC, weight_EOC, counts_E)
 
 
 class _GroupedLinear(torch.autograd.Function):

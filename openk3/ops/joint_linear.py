@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from openk3.ops.unrecorded import apply
+
 FEW = 256  # tokens: as many as decode at once; more keep the launches of several products busy
 
 
@@ -25,7 +27,7 @@ def joint_linear(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return F.linear(x_TD, whole).split([len(weight) for weight in weights], -1)
     if torch.is_autocast_enabled(x_TD.device.type) or len(weights) == 1:
         return tuple(F.linear(x_TD, weight) for weight in weights)
-    return _JointLinear.apply(x_TD, *weights)
+    return apply(_JointLinear, x_TD, *weights)
 
 
 def _as_one(weights: Sequence[Tensor]) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import pick
+from openk3.ops.unrecorded import apply
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from openk3.ops.norm_fused import fused_rms_norm
 
         return fused_rms_norm(x, weight, eps)
-    return _RmsNorm.apply(x, weight, eps)
+    return apply(_RmsNorm, x, weight, eps)
 
 
 def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,12 +64,12 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         from openk3.ops.norm_fused import fused_gated_rms_norm
 
         return fused_gated_rms_norm(o, gate, weight, eps)
-    return _GatedRmsNorm.apply(o, gate, weight, eps)
+    return apply(_GatedRmsNorm, o, gate, weight, eps)
 
 
 def l2_norm(x: Tensor, eps: float = L2_EPS, *, scale: float = 1.0) -> Tensor:
     """scale * x / sqrt(sum x^2 + eps) over the last dimension, in at least float32 (eps inside the root)."""
-    return _L2Norm.apply(x, eps, scale)
+    return apply(_L2Norm, x, eps, scale)
 
 
 def _by_kernels(x: Tensor, *others: Tensor) -> bool:

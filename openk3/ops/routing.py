@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from openk3.ops.unrecorded import apply
+
 
 class Routes(NamedTuple):
     """Where each token goes."""
@@ -78,7 +80,7 @@ def sort_by_expert(
 
 def gather_rows(x_TC: torch.Tensor, order_M: torch.Tensor, k: int) -> torch.Tensor:
     """Copy each token's row to its k slots in expert order: [T, C] -> [M, C]. Padding repeats the last token's row."""
-    return _GatherRows.apply(x_TC, order_M, k)
+    return apply(_GatherRows, x_TC, order_M, k)
 
 
 def combine_rows(y_MC: torch.Tensor, order_M: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,7 @@ def combine_rows(y_MC: torch.Tensor, order_M: torch.Tensor, weights_Tk: torch.Te
     Products and sums are in at least float32 (and in no less than the weights' dtype), then one cast to y's dtype.
     Padding rows count for nothing and get zero gradients.
     """
-    return _CombineRows.apply(y_MC, order_M, weights_Tk)
+    return apply(_CombineRows, y_MC, order_M, weights_Tk)
 
 
 def _keep_groups(biased_TE: torch.Tensor, groups: int, topk_group: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from openk3.ops.backend import pick
 from openk3.ops.norm import at_least_float32
 from openk3.ops.sequences import check_tensors, sequence_bounds
+from openk3.ops.unrecorded import apply
 
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -143,7 +144,7 @@ def _convolve(
     if windows is None:
         windows = [x.new_zeros(len(bounds) - 1, x.shape[1], taps) for x in xs]
     pairs = [
-        _ShortConv.apply(edges, activation, x, weight, window.transpose(1, 2))
+        apply(_ShortConv, edges, activation, x, weight, window.transpose(1, 2))
         for x, weight, window in zip(xs, weights, windows)
     ]
     return [y for y, _ in pairs], [recent_NWC.transpose(1, 2) for _, recent_NWC in pairs]

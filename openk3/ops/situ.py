@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import pick
+from openk3.ops.unrecorded import apply
 
 
 def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
@@ -27,7 +28,7 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
         from openk3.ops.situ_fused import fused_situ_glu
 
         return fused_situ_glu(gate, up, beta, linear_beta)
-    return _SituGlu.apply(gate, up, beta, linear_beta)
+    return apply(_SituGlu, gate, up, beta, linear_beta)
 
 
 class _SituGlu(torch.autograd.Function):

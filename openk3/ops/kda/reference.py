@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.norm import at_full_precision, at_least_float32, l2_norm
 from openk3.ops.sequences import check_tensors, sequence_bounds
+from openk3.ops.unrecorded import apply
 
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -44,7 +45,7 @@ def kda_gate(decay_logit_THK: Tensor, gate: KdaGate) -> Tensor:
     A_log_H, dt_bias_HK = gate.A_log_H.to(logit.dtype), gate.dt_bias_HK.to(logit.dtype)
     if gate.lower_bound is None:
         return -A_log_H.exp()[:, None] * F.softplus(logit + dt_bias_HK, threshold=40.0)
-    return _BoundedGate.apply(logit, A_log_H, dt_bias_HK, gate.lower_bound)
+    return apply(_BoundedGate, logit, A_log_H, dt_bias_HK, gate.lower_bound)
 
 
 class _BoundedGate(torch.autograd.Function):
