@@ -166,13 +166,13 @@ def probe(flags: FleetProbe) -> None:
     require_httpx("probe")
     from openk3.fleet import probe as probing
 
-    if flags.step_tokens < 1 or flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1:
-        raise UserError("--step-tokens, --rounds, --lengths: must be positive")
+    if flags.rounds < 1 or not flags.lengths or min(flags.lengths) < 1:
+        raise UserError("--rounds, --lengths: must be positive")
     with bar("probe", 4 + len(flags.lengths)) as shown:
         key = os.environ.get("OPENK3_API_KEY")
-        lengths, step = flags.lengths, flags.step_tokens
+        lengths, shape = flags.lengths, flags.shape
         samples = probing.probe(
-            flags.url, lengths, step, key=key, rounds=flags.rounds, progress=lambda _: shown.update()
+            flags.url, lengths, shape, key=key, rounds=flags.rounds, progress=lambda _: shown.update()
         )
     costs = probing.fit(samples)
     rows = probing.errors(costs, samples)

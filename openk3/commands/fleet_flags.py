@@ -110,12 +110,11 @@ class FleetReplay:
 class FleetProbe:
     """Measure what a live server's passes take, for `openk3 fleet simulate --costs`. It should have nothing else to do.
 
-    example: openk3 fleet probe http://127.0.0.1:8000 --step-tokens 2048 --out costs.json
+    example: openk3 fleet probe http://127.0.0.1:8000 --shape.step-tokens 2048 --shape.page 48 --out costs.json
     """
 
     url: Positional[Annotated[str, arg(metavar="URL", help="A server, http://HOST:PORT.")]]
-    step_tokens: int = 2048
-    """What the server was started with."""
+    shape: ReplicaShape = field(default_factory=ReplicaShape)
     lengths: tuple[int, ...] = (200, 800, 3000, 8000)
     """Prompts to read, in tokens."""
     rounds: int = 3

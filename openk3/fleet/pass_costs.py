@@ -51,9 +51,8 @@ class PassCosts:
         """A prompt on its way to the engine."""
         return self.request_s + num_tokens * self.parse_s
 
-    def prefill_s(self, cached: int, num_tokens: int, step_tokens: int, loaded: int = 0) -> float:
+    def prefill_s(self, cached: int, num_tokens: int, passes: int, loaded: int = 0) -> float:
         """A request alone on a replica: its time to first token; of its cached tokens, `loaded` come from outside."""
-        passes = math.ceil((num_tokens - cached) / step_tokens)
         whole = self.door_s(num_tokens) + loaded * self.load_s + passes * self.pass_s
         return whole + self.prompt_s(cached, num_tokens - cached)
 

@@ -13,6 +13,7 @@ import numpy as np
 from openk3.fleet.outcomes import Outcome
 from openk3.fleet.pass_costs import PassCosts
 from openk3.fleet.replay import Replay
+from openk3.fleet.simulated_replica import ReplicaShape
 from openk3.fleet.trace import Entry, TraceError
 
 FITTED = ("pass_s", "token_s", "pair_s", "row_s", "request_s", "parse_s")
@@ -27,10 +28,10 @@ class Sample:
     seconds: float
 
 
-def first_token_counts(prompt: int, cached: int, step_tokens: int) -> tuple[float, ...]:
+def first_token_counts(prompt: int, cached: int, shape: ReplicaShape) -> tuple[float, ...]:
     """Of a request alone, up to its first token."""
     new = prompt - cached
-    return (-(-new // step_tokens), new, new * cached + new * (new + 1) / 2, 0, 1, prompt)
+    return (shape.num_passes(prompt, cached), new, new * cached + new * (new + 1) / 2, 0, 1, prompt)
 
 
 def decode_counts(prompt: int, answer: int, at_once: int) -> tuple[float, ...]:
@@ -67,7 +68,7 @@ def errors(costs: PassCosts, samples: Sequence[Sample]) -> list[dict[str, Any]]:
 def probe(
     address: str,
     lengths: Sequence[int],
-    step_tokens: int,
+    shape: ReplicaShape,
     *,
     key: str | None = None,
     rounds: int = 3,
@@ -87,7 +88,7 @@ def probe(
             found = _ask(address, [cold, warm], key)
             colds.append(found[0])
             warms.append(found[1])
-        samples += [_first_sample(colds, step_tokens), _first_sample(warms, step_tokens)]
+        samples += [_first_sample(colds, shape), _first_sample(warms, shape)]
         if progress is not None:
             progress(samples[-2].what)
     for at_once in (1, 4):
@@ -108,11 +109,11 @@ def _decoding(length: int, number: int, at_once: int, answer: int) -> Entry:
     return Entry(0.0, f"probe-decode-{length}-{at_once}-{number}", 0, "probe", "", 0, 0, length, answer)
 
 
-def _first_sample(outcomes: Sequence[Outcome], step_tokens: int) -> Sample:
+def _first_sample(outcomes: Sequence[Outcome], shape: ReplicaShape) -> Sample:
     cached = round(median(outcome.cached for outcome in outcomes))
     prompt = outcomes[0].prompt
     seconds = median(outcome.ttft for outcome in outcomes if outcome.ttft is not None)
-    return Sample(f"{prompt} tokens, {cached} cached", first_token_counts(prompt, cached, step_tokens), seconds)
+    return Sample(f"{prompt} tokens, {cached} cached", first_token_counts(prompt, cached, shape), seconds)
 
 
 def _decode_s(outcomes: Sequence[Outcome]) -> float:

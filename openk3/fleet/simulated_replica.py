@@ -1,6 +1,7 @@
 """A replica in simulated time: passes that prompts and decoding share, by the engine's own rule, and a prefix cache.
 
-What is as in the engine: the tokens of a pass and how they are divided (`engine.shares`), first come first served with
+What is as in the engine: the tokens of a pass and how they are divided (`engine.shares`), where a prompt's passes end,
+first come first served with
 small ones passing those without room for `patience` passes, requests at once, and what a prefix can be reused for
 (`prefix_lru`). What is simpler: memory for the whole answer is taken at the start, so nobody is preempted; there is no
 speculation; images are tokens.
@@ -32,6 +33,7 @@ class ReplicaShape:
     max_requests: int = 256  # that run at the same time
     patience: int = 256  # passes after which nobody passes a request without room
     block: int = 512  # between two places where a prefix can end
+    page: int = 6144  # a prompt's pass ends where a page does, for the state there is kept for a while
     state: int = 18_432  # what one KDA state of the whole model takes
     outer: int = 0  # of the outer tier
 
@@ -45,7 +47,21 @@ class ReplicaShape:
         """That of an engine with such a cache."""
         pages = cache.pages
         capacity, state = cache.num_pages * pages.page_tokens, pages.kda_groups * pages.page_tokens
-        return cls(capacity, step_tokens, cache.max_requests, patience, pages.hash_tokens, state)
+        return cls(capacity, step_tokens, cache.max_requests, patience, pages.hash_tokens, pages.page_tokens, state)
+
+    def next_stop(self, prompt_tokens: int, start: int, end: int) -> int:
+        """Where a pass that would compute from `start` to `end` ends: pages' ends, and the prompt's last block."""
+        turn = prompt_tokens // self.block * self.block
+        stops = [end, (start // self.page + 1) * self.page]
+        return min([*stops, turn] if turn > start else stops)
+
+    def num_passes(self, prompt_tokens: int, cached: int) -> int:
+        """Of a request alone, up to its first token."""
+        count, done = 0, cached
+        while done < prompt_tokens:
+            done = self.next_stop(prompt_tokens, done, min(prompt_tokens, done + self.step_tokens))
+            count += 1
+        return count
 
 
 class _Priority:
@@ -132,7 +148,7 @@ class SimulatedReplica:
             passes = _Passes(now, shares, count, self.costs.pass_s + sum(each), more)
         else:
             shares = self._shares.divide(self.shape.step_tokens, cast("Sequence[Job]", self.running))
-            shares = cast("dict[Visit, int]", shares)
+            shares = {visit: self._cut_short(visit, count) for visit, count in cast("dict[Visit, int]", shares).items()}
             seconds = self.costs.pass_s + loaded * self.costs.load_s
             for visit, count in shares.items():
                 seconds += self._seconds(visit, count)
@@ -196,6 +212,12 @@ class SimulatedReplica:
         if visit.num_answered:
             return self.costs.decode_s(visit.num_computed)
         return self.costs.prompt_s(visit.num_computed, count)
+
+    def _cut_short(self, visit: Visit, count: int) -> int:
+        if visit.num_answered:
+            return count
+        start = visit.num_computed
+        return self.shape.next_stop(visit.entry.prompt_tokens, start, start + count) - start
 
     def _cut(self, now: float) -> None:
         """Let decoding passes end with the one that is under way."""

@@ -18,6 +18,7 @@ from openk3.fleet.baselines import POLICIES
 from openk3.fleet.outcomes import Outcome
 from openk3.fleet.pass_costs import K3_RECKONED
 from openk3.fleet.simulate import Death
+from openk3.fleet.simulated_replica import ReplicaShape
 from openk3.fleet.trace import read_trace
 
 MIX = [
@@ -106,7 +107,7 @@ def test_a_probe_is_fitted_and_written(tmp_path: Path, monkeypatch: pytest.Monke
     """Its file is one that simulate reads."""
     from openk3.fleet.probe import Sample, decode_counts, first_token_counts
 
-    samples = [Sample("prompt", first_token_counts(n, 0, 512), 0.01 + n * 1e-4) for n in (100, 1000, 5000)]
+    samples = [Sample("prompt", first_token_counts(n, 0, ReplicaShape()), 0.01 + n * 1e-4) for n in (100, 1000, 5000)]
     samples.append(Sample("answer", decode_counts(100, 30, 1), 0.3))
     monkeypatch.setattr("openk3.fleet.probe.probe", lambda *words, **more: samples)
     out = tmp_path / "costs.json"

@@ -18,9 +18,11 @@ from openk3.fleet.baselines import make_chooser
 from openk3.fleet.pass_costs import PassCosts
 from openk3.fleet.probe import FITTED, Sample, decode_counts, errors, first_token_counts, fit, probe
 from openk3.fleet.replay import Replay, prompt_ids, replayed
+from openk3.fleet.simulated_replica import ReplicaShape
 from openk3.fleet.trace import Entry, TraceError
 
 BLOCK = 16
+SHAPE = ReplicaShape(step_tokens=512, block=16, page=8192)
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -173,13 +175,13 @@ def test_the_fit_finds_constants_that_made_the_samples() -> None:
     """Exactly, where nothing was measured wrongly; a constant that would be negative is left out."""
     costs = PassCosts(0.01, 1e-4, 1e-8, 1e-7, 0.0, 0.004, 2e-6)
     values = [getattr(costs, name) for name in FITTED]
-    rows = [first_token_counts(n, cached, 512) for n in (100, 1000, 4000, 9000) for cached in (0, n // 2, n - 10)]
+    rows = [first_token_counts(n, cached, SHAPE) for n in (100, 1000, 4000, 9000) for cached in (0, n // 2, n - 10)]
     rows += [decode_counts(length, 32, at_once) for length in (100, 9000) for at_once in (1, 4)]
     samples = [Sample("", row, sum(a * b for a, b in zip(values, row, strict=True))) for row in rows]
     found = fit(samples)
     assert all(getattr(found, name) == pytest.approx(getattr(costs, name), rel=1e-6) for name in FITTED)
     assert all(row["fitted_s"] == pytest.approx(row["seconds"]) for row in errors(found, samples))
-    assert first_token_counts(9000, 4500, 512)[0] == 9
+    assert first_token_counts(9000, 4500, SHAPE)[0] == SHAPE.num_passes(9000, 4500) == 11
     odd = [Sample("", row, 0.02 * row[0] + 1e-4 * row[1] - 1e-6 * row[5] * (row[4] > 0)) for row in rows]
     assert fit(odd).parse_s == 0.0 and fit(odd).token_s > 0
     assert decode_counts(100, 3, 2) == (2, 4, 0, 2 * (100 + 101), 0, 0)
@@ -189,13 +191,13 @@ def test_a_probe_asks_cold_and_behind_a_prefix() -> None:
     """Two samples for each length, four of answers; costs come out of them."""
     told = list[str]()
     with serving("") as (server,):
-        samples = probe(server.address, (64, 256), 128, rounds=1, progress=told.append)
+        samples = probe(server.address, (64, 256), SHAPE, rounds=1, progress=told.append)
     assert [sample.counts[5] for sample in samples[:4]] == [64, 68, 256, 272]
-    assert samples[0].counts == first_token_counts(64, 0, 128)
-    assert samples[3].counts == first_token_counts(272, 256, 128)
+    assert samples[0].counts == first_token_counts(64, 0, SHAPE)
+    assert samples[3].counts == first_token_counts(272, 256, SHAPE)
     assert len(samples) == 8 and len(told) == 6 and fit(samples).pass_s >= 0
     with serving("refuse") as (server,), pytest.raises(TraceError, match="503"):
-        probe(server.address, (64,), 128, rounds=1)
+        probe(server.address, (64,), SHAPE, rounds=1)
 
 
 def test_waiting_requests_go_on_when_there_is_room() -> None:

@@ -23,7 +23,7 @@ from openk3.fleet.trace_mix import BURST, CHAT, CODING, Mix, make_trace
 from openk3.recipes import tiny
 
 COSTS = PassCosts(pass_s=0.01, token_s=1e-4, pair_s=1e-8, row_s=2e-9, load_s=1e-6, request_s=0.002, parse_s=1e-6)
-SHAPE = ReplicaShape(capacity=100_000, step_tokens=512, block=16, state=64)
+SHAPE = ReplicaShape(capacity=100_000, step_tokens=512, block=16, page=384, state=64)
 SMALL = Mix(
     seconds=120,
     coding_sessions=4,
@@ -62,6 +62,11 @@ def fleet(
     return Simulation(entries, chooser, replicas, deaths=deaths)
 
 
+def alone_s(cached: int, prompt: int, loaded: int = 0) -> float:
+    """Time to first token of a request that has a replica for itself."""
+    return COSTS.prefill_s(cached, prompt, SHAPE.num_passes(prompt, cached), loaded)
+
+
 def by_session(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], Outcome]:
     """Outcomes of traces whose sessions are told apart."""
     return {(outcome.entry.session, outcome.entry.turn): outcome for outcome in outcomes}
@@ -72,23 +77,23 @@ def test_requests_one_after_the_other_take_what_the_costs_say() -> None:
     entries = [one(0, "a", 1000, 5), one(10, "a", 1200, 1, 1, 1000), one(20, "b", 100)]
     found = by_session(fleet(entries).run())
     first, second, other = found["a", 0], found["a", 1], found["b", 0]
-    assert first.ttft == pytest.approx(COSTS.prefill_s(0, 1000, 512))
+    assert first.ttft == pytest.approx(alone_s(0, 1000))
     decoding = sum(COSTS.pass_s + COSTS.decode_s(1000 + n) for n in range(4))
     assert first.first is not None and first.ended == pytest.approx(first.first + decoding)
     assert (first.cached, second.cached, other.cached) == (0, 1000 // 16 * 16, 0)
-    assert second.ttft == pytest.approx(COSTS.prefill_s(992, 1200, 512))
-    assert other.ttft == pytest.approx(COSTS.prefill_s(0, 100, 512))
+    assert second.ttft == pytest.approx(alone_s(992, 1200))
+    assert other.ttft == pytest.approx(alone_s(0, 100))
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_a_queue_of_equal_requests_waits_as_the_formula_says(load: float) -> None:
     """M/D/1: one at a time, Poisson arrivals, mean wait = load * service / (2 (1 - load))."""
     costs, draws, at, entries = PassCosts(0.01, 1e-4, 0, 0), random.Random(7), 0.0, []
-    service = 0.01 + 100 * 1e-4
+    service = 0.01 + 96 * 1e-4
     for number in range(20_000):
         at += draws.expovariate(load / service)
-        entries.append(one(at, str(number), 100))
-    shape = ReplicaShape(capacity=1000, step_tokens=512, max_requests=1, block=16, state=0)
+        entries.append(one(at, str(number), 96))
+    shape = ReplicaShape(capacity=1000, step_tokens=512, max_requests=1, block=16, page=384, state=0)
     outcomes = fleet(entries, shape=shape, costs=costs).run()
     waits = [outcome.ttft - service for outcome in outcomes if outcome.ttft is not None]
     assert sum(waits) / len(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
@@ -125,7 +130,7 @@ def test_no_prompt_delays_another_by_its_length() -> None:
 
 def test_the_least_recently_used_session_is_evicted() -> None:
     """Room for two sessions and their states: the third one costs the first its prefix."""
-    shape = ReplicaShape(capacity=3_300, step_tokens=512, block=16, state=64)
+    shape = ReplicaShape(capacity=3_300, step_tokens=512, block=16, page=384, state=64)
     turns = [one(0, "a", 1000), one(5, "b", 1000), one(10, "c", 1000), one(15, "d", 1000)]
     again = [one(20, "b", 1100, 1, 1, 1000), one(25, "a", 1100, 1, 1, 1000)]
     found = by_session(fleet(turns + again, shape=shape).run())
@@ -134,11 +139,11 @@ def test_the_least_recently_used_session_is_evicted() -> None:
 
 def test_an_outer_tier_keeps_what_is_evicted_and_takes_time() -> None:
     """The same requests with one: the first session is brought back, at the price of loading."""
-    shape = ReplicaShape(capacity=1_300, step_tokens=512, block=16, state=64, outer=5_000)
+    shape = ReplicaShape(capacity=1_300, step_tokens=512, block=16, page=384, state=64, outer=5_000)
     entries = [one(0, "a", 1000), one(5, "b", 1000), one(10, "a", 1100, 1, 1, 1000)]
     again = by_session(fleet(entries, shape=shape).run())["a", 1]
-    assert again.cached == 992 and again.ttft == pytest.approx(COSTS.prefill_s(992, 1100, 512, loaded=992))
-    assert again.ttft - COSTS.prefill_s(992, 1100, 512) == pytest.approx(992e-6)
+    assert again.cached == 992 and again.ttft == pytest.approx(alone_s(992, 1100, loaded=992))
+    assert again.ttft - alone_s(992, 1100) == pytest.approx(992e-6)
 
 
 def test_system_prompts_are_shared_between_sessions() -> None:
@@ -179,7 +184,7 @@ def test_a_request_before_its_first_token_moves() -> None:
     first = fleet(entries, "affinity", 2).run()[0]
     moved = fleet(entries, "affinity", 2, deaths=[Death(first.replica or "", 0.5)]).run()[0]
     assert (moved.fate, moved.tries) == ("done", 2) and moved.replica != first.replica
-    assert moved.ttft == pytest.approx(0.5 + COSTS.prefill_s(0, 20_000, 512))
+    assert moved.ttft == pytest.approx(0.5 + alone_s(0, 20_000))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -233,7 +238,7 @@ def test_any_trace_ends_with_nothing_held(drawn: list[tuple[float, int, int, int
         name = str(session)
         entries.append(Entry(at, name, turns[name], "any", "s", 20, 30 * turns[name], new, answer))
         turns[name] += 1
-    shape = ReplicaShape(capacity=capacity, step_tokens=64, max_requests=3, block=16, state=32, patience=4)
+    shape = ReplicaShape(capacity=capacity, step_tokens=64, max_requests=3, block=16, page=384, state=32, patience=4)
     simulation = fleet(entries, policy, 2, shape=shape, deaths=[Death("r0", 1.0, 1.5)])
     outcomes = simulation.run()
     assert Counter(outcome.entry for outcome in outcomes) == Counter(entries)
@@ -251,9 +256,21 @@ def test_the_shape_of_an_engine() -> None:
 
 def test_a_long_request_of_the_released_model_costs_what_its_arithmetic_says() -> None:
     """Reckoned: minutes for a million tokens, half a second for 4,000 behind 400,000; the quadratic part dominates."""
-    million, turn = (K3_RECKONED.prefill_s(cached, prompt, 8192) for cached, prompt in ((0, 10**6), (400_000, 404_000)))
+    million, turn = (
+        K3_RECKONED.prefill_s(cached, prompt, ReplicaShape().num_passes(prompt, cached))
+        for cached, prompt in ((0, 10**6), (400_000, 404_000))
+    )
     assert 100 < million < 300 and 0.3 < turn < 1.0
     assert K3_RECKONED.prompt_s(0, 10**6) > 4 * 10**6 * K3_RECKONED.token_s
+
+
+def test_a_prompt_stops_where_pages_and_its_last_block_end() -> None:
+    """As the engine's checkpoints ask for: 384, 512 + 384, ..., the last whole block, the rest."""
+    assert SHAPE.next_stop(1000, 0, 512) == 384 and SHAPE.next_stop(1000, 384, 896) == 768
+    assert SHAPE.next_stop(1000, 768, 1000) == 992 and SHAPE.next_stop(1000, 992, 1000) == 1000
+    assert SHAPE.num_passes(1000, 0) == 4 and SHAPE.num_passes(1000, 992) == 1 and SHAPE.num_passes(16, 0) == 1
+    wide = ReplicaShape(step_tokens=100, block=16, page=10**6)
+    assert wide.num_passes(1000, 0) == 11
 
 
 def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
@@ -286,7 +303,7 @@ def test_quantiles_and_tables() -> None:
     rows = {"in turn": summary(fleet([one(0, "a", 100), one(1, "b", 10**6)]).run())}
     lines = table(rows)
     assert "in turn" in lines[1] and lines[1].split()[2:6] == ["all", "2", "1", "0"]
-    assert "any" in bars(rows)[1] and "22 ms" in bars(rows)[1]
+    assert "any" in bars(rows)[1] and "32 ms" in bars(rows)[1]
     assert bars({"x": summary([])}) == []
 
 
@@ -295,7 +312,7 @@ def test_a_replica_that_stands_still_has_nothing_to_say() -> None:
     replica = SimulatedReplica(SHAPE, COSTS)
     replica.begin(0.0)
     assert replica.busy_until is None
-    visit = Visit(one(0, "a", 100, 2))
+    visit = Visit(one(0, "a", 96, 2))
     replica.add(visit, 0.0)
     replica.begin(0.0)
     assert replica.finish() == ([visit], [])
