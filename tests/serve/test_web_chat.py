@@ -623,3 +623,48 @@ def test_while_one_answer_is_written_another_conversation_is_open(chat: Chat) ->
     chat.live.slow_down(0.0)
     assert chat.ended().locator(".answer").inner_text() == ("long ago " * 60).strip()
     assert chat.page.locator("#conversations li[data-busy]").count() == 0
+
+
+def test_what_is_being_written_can_be_replaced_and_deleted(chat: Chat) -> None:
+    """An edit ends the old answer and begins a new one; a deleted conversation stays deleted."""
+    from playwright.sync_api import expect
+
+    chat.live.says = {
+        "other": TOKENIZER.encode_control(turn("Something else. " * 40)),
+        "story": TOKENIZER.encode_control(turn("long ago " * 300)),
+    }
+    chat.live.slow_down(0.05)
+    chat.send("story")
+    chat.page.wait_for_function("() => document.querySelector('.answer')?.textContent.length > 8")
+    chat.page.click("[aria-label='Edit the message']")
+    chat.page.fill(".edit textarea", "other")
+    chat.page.press(".edit textarea", "Enter")
+    expect(chat.page.locator(".answer")).to_contain_text("Something")
+    assert chat.page.is_visible("#stop") and chat.live.service.gate.num_open <= 2
+    chat.page.click("[aria-label='Delete story']")
+    chat.live.wait_until_idle(30)
+    chat.page.evaluate("() => new Promise((resolve) => setTimeout(resolve, 1500))")  # longer than what is kept late
+    assert chat.kept() == [] and chat.page.is_visible("#empty") and chat.page.is_visible("#send")
+    chat.open()
+    assert chat.page.locator("#conversations li").count() == 0
+
+
+def test_the_view_follows_unless_somebody_reads_above(chat: Chat) -> None:
+    """It stays at the newest line; who scrolls up is left alone, and gets back by a button."""
+    chat.live.say("lines", turn("\n".join(f"line {n}" for n in range(150))))
+    chat.live.slow_down(0.01)
+    chat.send("lines")
+    gap = (
+        "() => { const s = document.getElementById('scroller'); return s.scrollHeight - s.scrollTop - s.clientHeight; }"
+    )
+    chat.page.wait_for_function("() => document.getElementById('scroller').scrollTop > 400")
+    assert not chat.page.is_visible("#to-end")
+    chat.page.mouse.move(700, 300)
+    chat.page.mouse.wheel(0, -500)
+    chat.page.wait_for_selector("#to-end", state="visible")
+    top = chat.page.evaluate("document.getElementById('scroller').scrollTop")
+    chat.live.slow_down(0.0)
+    chat.ended()
+    assert chat.page.evaluate(gap) > 60 and chat.page.evaluate("document.getElementById('scroller').scrollTop") <= top
+    chat.page.click("#to-end")
+    assert chat.page.evaluate(gap) < 2 and not chat.page.is_visible("#to-end")

@@ -577,7 +577,8 @@ function keep(conversation) {
 }
 
 function keepSoon(conversation) {
-  if (!saving.has(conversation.id)) saving.set(conversation.id, setTimeout(() => keep(conversation), 1000));
+  const write = () => { saving.delete(conversation.id); if (conversations.has(conversation.id)) keep(conversation); };
+  if (!saving.has(conversation.id)) saving.set(conversation.id, setTimeout(write, 1000));
 }
 
 function forget(conversation) {
@@ -814,16 +815,15 @@ async function answer(conversation) {
     }
   }
   clearInterval(ticking);
-  runs.delete(conversation.id);
+  if (runs.get(conversation.id) === run) runs.delete(conversation.id);
   closeThinking(run);
-  keep(conversation);
+  if (conversations.get(conversation.id) === conversation) keep(conversation); // or it was deleted meanwhile
   showConversations();
-  if (conversation === current) {
-    views.get(message)?.finish();
-    follow();
-    showBusy();
-    settle(message);
-  }
+  if (conversation !== current || !conversation.messages.includes(message)) return;
+  views.get(message)?.finish();
+  follow();
+  showBusy();
+  settle(message);
 }
 
 async function receive(run, body) {
@@ -1066,7 +1066,7 @@ class AssistantView {
     this.showResults();
     const row = h("div", { class: "tools-row" },
       message.content ? copyButton(() => message.content, "Copy the answer") : null,
-      iconButton("again", "Answer again", () => this.again()),
+      message.error ? null : iconButton("again", "Answer again", () => this.again()),
       h("span", { class: "stats" }, statsText(message)));
     const ended = { stopped: "Stopped.", length: "The answer reached its limit of tokens." }[message.finish];
     const fault = message.error && h("div", { class: "fault", role: "alert" }, h("span", {}, message.error),
@@ -1529,8 +1529,12 @@ function listen() {
   $.stop.addEventListener("click", () => stop(current));
   $["new-chat"].addEventListener("click", newChat);
   $["to-end"].addEventListener("click", () => { isPinned = true; follow(); });
-  $.scroller.addEventListener("scroll", () => {
-    isPinned = $.scroller.scrollHeight - $.scroller.scrollTop - $.scroller.clientHeight < 60;
+  let before = 0;
+  $.scroller.addEventListener("scroll", () => { // what grows below does not end the following, only who scrolls up does
+    const { scrollTop, scrollHeight, clientHeight } = $.scroller;
+    if (scrollHeight - scrollTop - clientHeight < 60) isPinned = true;
+    else if (scrollTop < before) isPinned = false;
+    before = scrollTop;
     showToEnd();
   }, { passive: true });
   const resizing = new ResizeObserver(follow); // pictures that load, fonts, keyboards of phones
