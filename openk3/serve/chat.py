@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from openk3.engine.request import Request, SamplingParams
-from openk3.inputs.tokenizer import Tokenizer
+from openk3.engine.request import SamplingParams
 from openk3.serve.answers import Answers, Usage
-from openk3.serve.errors import ApiError
+from openk3.serve.chunks import ChunkedCall, usage_object
 from openk3.serve.keys import Caller
 from openk3.serve.options import checked_choice, checked_tools
 from openk3.serve.prompts import Options
 from openk3.serve.schema import ChatRequest
 from openk3.serve.service import Dialect, Service, new_id
-from openk3.serve.sse import event
 from openk3.serve.turn_reader import Delta, TurnReader, chat_logprobs
 from openk3.serve.turns import (
     TEMPERATURE,
@@ -32,17 +28,10 @@ from openk3.serve.turns import (
 )
 
 
-@dataclass
-class ChatCall:
-    """A chat call on its way; each choice has a reader, and the whole answer is what the readers' deltas join to."""
+class ChatCall(ChunkedCall[ChatRequest, TurnReader]):
+    """A conversation's call; the whole answer is what the readers' deltas join to."""
 
-    id: str
-    is_stream: bool
-    requests: Sequence[Request]
-    readers: list[TurnReader]
-    tokenizer: Tokenizer
-    body: ChatRequest
-    created: int = field(default_factory=lambda: int(time.time()))
+    CHUNK = "chat.completion.chunk"
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """A chat.completion object."""
@@ -60,39 +49,24 @@ class ChatCall:
             }
             for index, deltas in enumerate(parts)
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_object(self.usage(answers))}
+        return {**self.head("chat.completion"), "choices": choices, "usage": usage_object(self.usage(answers))}
 
-    async def stream(self, answers: Answers) -> AsyncGenerator[bytes]:
-        """chat.completion.chunk events, then [DONE]; an error on the way is an event too, and the last one."""
-        options = self.body.stream_options
-        has_usage = options is not None and bool(options.include_usage)
-        counts = options is not None and bool(options.continuous_usage_stats)
-        head = {**self._head("chat.completion.chunk"), **({"usage": None} if has_usage else {})}
-        try:
-            for index in range(len(self.readers)):
-                yield event({**head, "choices": [_choice(index, {"role": "assistant", "content": ""})]})
-            async for index, deltas, reason in read_turns(self.readers, answers):
-                if counts:
-                    head["usage"] = usage_object(self.usage(answers))
-                for delta in deltas:
-                    choice = _choice(index, delta_object(delta))
-                    if delta.kind == "content":
-                        choice["logprobs"] = self._logprobs([delta])
-                    yield event({**head, "choices": [choice]})
-                if reason is not None:
-                    yield event({**head, "choices": [_choice(index, {}, reason)]})
-            if has_usage:
-                yield event({**head, "choices": [], "usage": usage_object(self.usage(answers))})
-        except ApiError as error:
-            yield event(error.openai())
-        yield event("[DONE]")
+    async def choices(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
+        """The role of each, then its deltas, then why it ended."""
+        for index in range(len(self.readers)):
+            yield _choice(index, {"role": "assistant", "content": ""})
+        async for index, deltas, reason in read_turns(self.readers, answers):
+            for delta in deltas:
+                choice = _choice(index, delta_object(delta))
+                if delta.kind == "content":
+                    choice["logprobs"] = self._logprobs([delta])
+                yield choice
+            if reason is not None:
+                yield _choice(index, {}, reason)
 
     def usage(self, answers: Answers) -> Usage:
         """Tokens so far."""
         return turn_usage(self.readers, answers)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
 
     def _logprobs(self, deltas: Iterable[Delta]) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -151,17 +125,6 @@ def delta_object(delta: Delta) -> dict[str, Any]:
         function = {"name": delta.text, "arguments": ""}
         return {"tool_calls": [{"index": delta.index, "id": delta.call_id, "type": "function", "function": function}]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage."""
-    return {
-        "prompt_tokens": usage.num_prompt,
-        "completion_tokens": usage.num_answer,
-        "total_tokens": usage.num_prompt + usage.num_answer,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning},
-    }
 
 
 def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

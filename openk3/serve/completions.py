@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openk3.engine.request import Request, SamplingParams, Token
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.inputs.xtml import END
 from openk3.serve.answers import Answers, Piece, Usage
-from openk3.serve.chat import usage_object
-from openk3.serve.errors import ApiError, bad_request
+from openk3.serve.chunks import ChunkedCall, usage_object
+from openk3.serve.errors import bad_request
 from openk3.serve.keys import Caller
 from openk3.serve.schema import CompletionRequest
 from openk3.serve.service import Dialect, Service, new_id
-from openk3.serve.sse import event
 from openk3.serve.turn_reader import Delta, TextReader, describe, finite
 from openk3.serve.turns import check_choices, engine_seed
 
@@ -34,17 +32,12 @@ class Echo:
 
 
 @dataclass
-class CompletionCall:
-    """A completion call on its way: the choices of the first prompt, then those of the next."""
+class CompletionCall(ChunkedCall[CompletionRequest, TextReader]):
+    """Texts continued: the choices of the first prompt, then those of the next."""
 
-    id: str
-    is_stream: bool
-    requests: Sequence[Request]
-    readers: list[TextReader]
+    CHUNK = "text_completion"
+
     echoes: list[Echo]
-    tokenizer: Tokenizer
-    body: CompletionRequest
-    created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, answers: Answers) -> dict[str, Any]:
         """A text_completion object."""
@@ -54,24 +47,16 @@ class CompletionCall:
             writers[index].add(piece.prompt_tokens, delta)
             if reason is not None:
                 choices[index] = writers[index].choice(index, reason)
-        return {**self._head(), "choices": choices, "usage": usage_object(self.usage(answers))}
+        return {**self.head(self.CHUNK), "choices": choices, "usage": usage_object(self.usage(answers))}
 
-    async def stream(self, answers: Answers) -> AsyncGenerator[bytes]:
-        """text_completion events, then [DONE]; the echo comes when the prompt is read."""
-        has_usage = self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
-        head = {**self._head(), **({"usage": None} if has_usage else {})}
+    async def choices(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
+        """What each has more to tell; the echo comes when the prompt is read."""
         writers = [_Writer(self, echo) for echo in self.echoes]
-        try:
-            async for index, piece, delta, reason in self._read(answers):
-                writers[index].add(piece.prompt_tokens, delta)
-                choice = writers[index].choice(index, reason) if piece.tokens or reason is not None else None
-                if choice is not None and (choice["text"] or reason is not None):
-                    yield event({**head, "choices": [choice]})
-            if has_usage:
-                yield event({**head, "choices": [], "usage": usage_object(self.usage(answers))})
-        except ApiError as error:
-            yield event(error.openai())
-        yield event("[DONE]")
+        async for index, piece, delta, reason in self._read(answers):
+            writers[index].add(piece.prompt_tokens, delta)
+            choice = writers[index].choice(index, reason) if piece.tokens or reason is not None else None
+            if choice is not None and (choice["text"] or reason is not None):
+                yield choice
 
     def usage(self, answers: Answers) -> Usage:
         """Tokens so far."""
@@ -87,9 +72,6 @@ class CompletionCall:
                 delta = delta._replace(text=delta.text + rest.text, logprobs=delta.logprobs + rest.logprobs)
                 reason = reader.finish_reason("stop" if piece.finish is None else piece.finish.reason)
             yield piece.choice, piece, delta, reason
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.body.model}
 
 
 class _Writer:
@@ -171,9 +153,8 @@ def prepare(service: Service, body: CompletionRequest, caller: Caller) -> Comple
             requests.append(Request(ids, seeded, tenant=service.tenant(caller)))
             echoes.append(echo)
     readers = [TextReader(service.tokenizer, body.stops) for _ in requests]
-    return CompletionCall(
-        new_id("cmpl-"), bool(body.stream), requests, readers, echoes, tokenizer=service.tokenizer, body=body
-    )
+    head = new_id("cmpl-"), bool(body.stream)
+    return CompletionCall(*head, requests, readers, service.tokenizer, body, echoes)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -27,26 +27,6 @@ def client(live: Live) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def prompts(live: Live) -> list[list[int]]:
-    """Token ids of all prompts that come to the engine from now on."""
-    seen: list[list[int]] = []
-    submit = live.service.thread.submit
-
-    def noted(request: Any, sink: Any) -> Any:
-        seen.append(list(request.prompt))
-        return submit(request, sink)
-
-    live.service.thread.submit = noted  # pyrefly: ignore
-    return seen
-
-
-@pytest.fixture
-def seen(live: Live) -> Iterator[list[list[int]]]:
-    """Prompts of this test."""
-    yield prompts(live)
-    del live.service.thread.submit
-
-
 def test_a_whole_answer(live: Live, client: openai.OpenAI) -> None:
     """Reasoning, content and parallel calls with ids of their own; usage counts reasoning and what was cached."""
     live.say("greet", turn("Hi 👋", "hm", CALLS))

@@ -112,3 +112,12 @@ def test_errors_name_the_field(live: Live, fields: dict[str, Any], param: str) -
     assert (answer.json()["error"]["param"] or "").startswith(param) or answer.json()["error"]["message"].startswith(
         param
     )
+
+
+def test_usage_in_each_chunk_of_a_text(live: Live) -> None:
+    """Asked for by continuous_usage_stats: it grows to the last chunk's."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 6, "temperature": 0, "stream_options": options}
+    *chunks, last, _ = live.events("/v1/completions", body)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] > 0 and chunks[-1]["usage"] == last["usage"] and not last["choices"]

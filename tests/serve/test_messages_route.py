@@ -50,16 +50,8 @@ def test_blocks_whole_and_streamed(live: Live, client: anthropic.Anthropic) -> N
     assert streamed.usage.cache_read_input_tokens > 0 and streamed.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_a_tools_loop(live: Live, client: anthropic.Anthropic) -> None:
+def test_a_tools_loop(live: Live, client: anthropic.Anthropic, seen: list[list[int]]) -> None:
     """The answer's blocks go back as they came, results in any order, an error marked; thinking is kept (A06)."""
-    seen: list[list[int]] = []
-    submit = live.service.thread.submit
-
-    def noted(request: Any, sink: Any) -> Any:
-        seen.append(list(request.prompt))
-        return submit(request, sink)
-
-    live.service.thread.submit = noted  # pyrefly: ignore
     live.say("greet", turn("", "ask", CALLS))
     options: dict[str, Any] = {"model": MODEL, "system": [{"type": "text", "text": "Be brief."}], "tools": TOOLS}
     first = client.messages.create(max_tokens=400, messages=USER, **options)
@@ -77,7 +69,6 @@ def test_a_tools_loop(live: Live, client: anthropic.Anthropic) -> None:
     messages = [*USER, {"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
     live.says.clear()
     client.messages.create(max_tokens=2, messages=messages, **options)
-    del live.service.thread.submit
     read = parse(seen[1], tokenizer=TOKENIZER).messages
     assert [message["role"] for message in read] == ["system", "user", "assistant", "tool", "tool", "user"]
     assert read[0]["content"] == "Be brief." and read[2]["reasoning_content"] == "ask"

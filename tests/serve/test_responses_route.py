@@ -55,16 +55,8 @@ def test_items_whole_and_streamed(live: Live, client: openai.OpenAI) -> None:
     assert [item.call_id for item in done[2:]] == [item.call_id for item in last.output[2:]]
 
 
-def test_a_tools_loop(live: Live, client: openai.OpenAI) -> None:
+def test_a_tools_loop(live: Live, client: openai.OpenAI, seen: list[list[int]]) -> None:
     """All items go back as they came; the prompt holds reasoning, calls byte for byte, and results in order (P05)."""
-    seen: list[list[int]] = []
-    submit = live.service.thread.submit
-
-    def noted(request: Any, sink: Any) -> Any:
-        seen.append(list(request.prompt))
-        return submit(request, sink)
-
-    live.service.thread.submit = noted  # pyrefly: ignore
     live.say("greet", turn("", "ask", CALLS))
     options: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "instructions": "Be brief."}
     first = client.responses.create(input="greet", **options)
@@ -74,7 +66,6 @@ def test_a_tools_loop(live: Live, client: openai.OpenAI) -> None:
     items += [item.model_dump(exclude_none=True) for item in first.output]
     live.says.clear()
     answer = client.responses.create(input=[*items, *reversed(results)], max_output_tokens=2, **options)
-    del live.service.thread.submit
     assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
     read = parse(seen[1], tokenizer=TOKENIZER).messages
     assert [message["role"] for message in read] == ["system", "user", "assistant", "tool", "tool"]

@@ -178,16 +178,8 @@ def test_images_come_in_by_every_route(live: Live) -> None:
     assert live.post("/v1/messages", {"model": MODEL, "max_tokens": 1, "messages": turns}).status_code == 200
 
 
-def test_odd_history_is_kept(live: Live) -> None:
+def test_odd_history_is_kept(live: Live, seen: list[list[int]]) -> None:
     """P05: malformed and non-object arguments, results out of order, empty and null fields: no 5xx, nothing lost."""
-    seen: list[list[int]] = []
-    submit = live.service.thread.submit
-
-    def noted(request: Any, sink: Any) -> Any:
-        seen.append(list(request.prompt))
-        return submit(request, sink)
-
-    live.service.thread.submit = noted  # pyrefly: ignore
     arguments = [
         '{"a": 3, "b": "007", "c": "true", "d": {"x":1e2}, "e": "", "f": "\\" & < >\\n👋 <|close|>"}',
         "{bad",
@@ -216,7 +208,6 @@ def test_odd_history_is_kept(live: Live) -> None:
     ]
     body = {"model": MODEL, "messages": messages, "max_tokens": 1, "tools": None, "stop": None, "tool_choice": None}
     answer = live.post("/v1/chat/completions", body)
-    del live.service.thread.submit
     assert answer.status_code == 200, answer.text
     read = parse(seen[0], tokenizer=TOKENIZER).messages
     assert [m["role"] for m in read] == ["system", "user", "assistant", *["tool"] * 4, "assistant", "user"]
