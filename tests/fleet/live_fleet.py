@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -25,7 +26,7 @@ CHAT = "/v1/chat/completions"
 QUICK = ProxyConfig(check_every_seconds=0.05, connect_seconds=5)
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What it returns, once that is true."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
@@ -53,6 +54,14 @@ class LiveRouter:
     def get(self, path: str, **options: Any) -> httpx.Response:
         """A GET."""
         return httpx.get(self.url + path, timeout=60, **options)
+
+    def abandon(self, body: Any, is_there: Callable[[], Any]) -> None:
+        """A call whose client goes away once it `is_there`."""
+        data = json.dumps(body).encode()
+        head = f"POST {CHAT} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=60) as connection:
+            connection.sendall("\r\n".join((*head, f"content-length: {len(data)}", "", "")).encode() + data)
+            wait_for(is_there)
 
     def metric(self, name: str) -> float:
         """Of /metrics, by name and labels."""

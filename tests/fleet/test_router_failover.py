@@ -226,7 +226,7 @@ def test_no_server_behind_an_address() -> None:
 
 def test_a_silent_replica_is_left_by_a_time_limit() -> None:
     """It takes the request and its health checks are well, but no byte comes."""
-    proxy = ProxyConfig(check_every_seconds=0.05, silence_seconds=0.3)
+    proxy = ProxyConfig(check_every_seconds=0.05, silence_seconds=2)
     response, first, second = ask(hangs, streams(*GOOD), stream=True, proxy=proxy)
     assert response.content == b"".join(GOOD) and len(first) == len(second) == 1
 
@@ -234,7 +234,7 @@ def test_a_silent_replica_is_left_by_a_time_limit() -> None:
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_hung_replica_is_left_when_its_checks_fail(is_stream: bool) -> None:
     """Also where an answer may take its time: calls that have got nothing are sent elsewhere at once."""
-    proxy = ProxyConfig(check_every_seconds=0.05, check_seconds=0.2)
+    proxy = ProxyConfig(check_every_seconds=0.05, check_seconds=1)
     good = streams(*GOOD) if is_stream else says(answer(b'{"fine": 1}'))
     with scripted(hangs, good) as (bad, other), live_router([bad.url, other.url], proxy=proxy) as live:
         body = aimed(live, bad.url, stream=is_stream)
@@ -264,8 +264,7 @@ def test_a_client_that_leaves_is_gone_from_the_replica_at_once() -> None:
                     assert next(response.iter_raw()) == chunk("one")
                     response.close()
                 else:
-                    with pytest.raises(httpx.ReadTimeout):
-                        client.post(live.url + CHAT, json={"messages": []}, timeout=0.3)
+                    live.abandon({"messages": []}, lambda one=replica: one.asked)
             wait_for(lambda one=replica: one.num_gone == 1)
             live.wait_until_idle()
             wait_for(lambda one=live: one.metric("left_total") == 1)
