@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shlex
+import socket
 import tempfile
 import time
 from collections.abc import Generator
@@ -24,6 +25,7 @@ from openk3.serve.keys import VARIABLE
 LOG = logging.getLogger(__name__)
 LOCAL = "local"
 START_SECONDS = 900.0  # of all servers, with the time that a large model needs to be read
+CONNECT_SECONDS = 5.0
 AGAIN_SECONDS = 5.0  # between two attempts to start a lost one
 STORE_BYTES = 80 * 2**20  # Ray's own memory for objects, of which there are none to speak of
 
@@ -164,6 +166,11 @@ def _connect(ray: Any, flags: Route) -> None:
         )
         return
     try:
+        host, colon, port = flags.ray.rpartition(":")
+        if colon and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(flags.ray, **quiet)
-    except (ConnectionError, ValueError) as error:
-        raise UserError(f"--ray {flags.ray}: no such cluster ({str(error).splitlines()[0]})") from None
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"--ray {flags.ray}: no such cluster ({(str(error) or type(error).__name__).splitlines()[0]})"
+        ) from None
