@@ -24,13 +24,14 @@ class Prefix:
     size: int  # tokens' worth of memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
     """What a running request was given."""
 
     num_cached: int  # tokens that need not be computed
     num_loaded: int  # of those, from the outer tier
-    size: int  # tokens' worth of memory, beside what it shares
+    most: int  # tokens' worth of memory that it may come to have, beside what it shares
+    size: int  # that it has
 
 
 class PrefixLru:
@@ -38,7 +39,7 @@ class PrefixLru:
 
     def __init__(self, capacity: int, *, block: int, state: int = 0, outer: int = 0) -> None:
         self.capacity, self.state = capacity, state
-        self.held = 0  # by running requests
+        self.held = self._promised = 0  # what running requests have, and may come to have
         self._block = block
         self._inner, self._outer = _Tier(capacity), _Tier(outer)
 
@@ -52,26 +53,36 @@ class PrefixLru:
         return max((prefix.reach for _, prefix, _ in self._usable(entry)), default=0)
 
     def hold(self, entry: Entry) -> Held | None:
-        """Give a request its prefix, and room for the rest, its answer and a state; None if there is no room."""
+        """Give a request its prefix and a state, if there will be room for the rest and its answer; else None.
+
+        What is idle is evicted only when it is computed (`grow`).
+        """
         best = max(self._usable(entry), key=lambda found: found[1].reach, default=None)
         key, cached, from_outer = ("", ""), 0, False
         if best is not None:
             key, cached, from_outer = best[0], best[1].reach, best[2]
         shared = cached if key[0] == "system" and not from_outer else 0
-        size = entry.prompt_tokens - shared + entry.answer_tokens + self.state
-        own = self._inner.take(("session", entry.session))
-        if not self._make_room(size):
-            if own is not None:
-                self._inner.put(("session", entry.session), own)
+        most = entry.prompt_tokens - shared + entry.answer_tokens + self.state
+        if self._promised + most > self.capacity:
             return None
+        self._promised += most
+        self._inner.take(("session", entry.session))
         self._outer.take(("session", entry.session))
         self._inner.touch(("system", entry.system))
-        self.held += size
-        return Held(cached, cached if from_outer else 0, size)
+        held = Held(cached, cached if from_outer else 0, most, 0)
+        self.grow(held, cached - shared + self.state)
+        return held
+
+    def grow(self, held: Held, num_tokens: int) -> None:
+        """So much more of a request is there."""
+        held.size += num_tokens
+        self.held += num_tokens
+        self._make_room(0)
 
     def let_go(self, entry: Entry, held: Held, *, is_computed: bool) -> None:
         """A request has ended; its prompt stays as long as there is room, if it was computed."""
         self.held -= held.size
+        self._promised -= held.most
         if not is_computed:
             return
         system = entry.system_tokens // self._block * self._block

@@ -3,7 +3,7 @@
 What is as in the engine: the tokens of a pass and how they are divided (`engine.shares`), where a prompt's passes end,
 first come first served with
 small ones passing those without room for `patience` passes, requests at once, and what a prefix can be reused for
-(`prefix_lru`). What is simpler: memory for the whole answer is taken at the start, so nobody is preempted; there is no
+(`prefix_lru`). What is simpler: there has to be room for the whole answer at the start, so nobody is preempted; there is no
 speculation; images are tokens.
 """
 
@@ -165,7 +165,9 @@ class SimulatedReplica:
         firsts, over = list[Visit](), list[Visit]()
         for visit, share in passes.shares.items():
             visit.last_served = self.num_passes
+            assert visit.held is not None
             visit.num_computed += share * passes.count
+            self.cache.grow(visit.held, share * passes.count)
             known = visit.entry.prompt_tokens + visit.num_answered
             if visit.num_computed < known:
                 continue

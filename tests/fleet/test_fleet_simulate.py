@@ -318,3 +318,16 @@ def test_a_replica_that_stands_still_has_nothing_to_say() -> None:
     assert replica.finish() == ([visit], [])
     replica.begin(1.0)
     assert replica.finish() == ([], [visit]) and visit.is_over
+
+
+def test_idle_prefixes_go_only_when_their_room_is_written() -> None:
+    """A long request that has begun leaves what it will need later to those who still find something there."""
+    shape = ReplicaShape(capacity=6_000, step_tokens=512, block=16, page=384, state=64)
+    entries = [
+        one(0, "a", 1000),
+        one(10, "long", 4_500),
+        one(10.01, "a", 1100, 1, 1, 1000),
+        one(20, "a", 1200, 1, 2, 1100),
+    ]
+    found = by_session(fleet(entries, shape=shape).run())
+    assert found["a", 1].cached == 992 and found["a", 1].fate == found["long", 0].fate == "done"
