@@ -1,10 +1,9 @@
 """A replica in simulated time: passes that prompts and decoding share, by the engine's own rule, and a prefix cache.
 
 What is as in the engine: the tokens of a pass and how they are divided (`engine.shares`), where a prompt's passes end,
-first come first served with
-small ones passing those without room for `patience` passes, requests at once, and what a prefix can be reused for
-(`prefix_lru`). What is simpler: there has to be room for the whole answer at the start, so nobody is preempted; there is no
-speculation; images are tokens.
+first come first served with small ones passing those without room for `patience` passes, requests at once, and what a
+prefix can be reused for (`prefix_lru`). What is simpler: there has to be room for the whole answer at the start, so
+nobody is preempted; there is no speculation; images are tokens.
 """
 
 from __future__ import annotations
