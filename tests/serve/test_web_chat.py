@@ -64,7 +64,7 @@ def test_an_answer_arrives_in_pieces(chat: Chat) -> None:
     """What is there is shown while the rest is written, and the end is exactly what the model said."""
     text = "Grüezi 👋 " + " ".join(f"word{n}" for n in range(60))
     chat.live.say("greet", turn(text, "hm"))
-    chat.live.slow_down(0.03)
+    chat.live.slow_down(0.1)
     chat.send("greet")
     whole = json.dumps(text)
     growing = f"""() => {{ const t = document.querySelector('.answer')?.textContent ?? '';
@@ -89,7 +89,7 @@ def test_thinking_is_open_while_it_lasts_and_goes_along_afterwards(chat: Chat) -
     from playwright.sync_api import expect
 
     chat.live.say("why", turn("Because.", "First this. " * 12))
-    chat.live.slow_down(0.02)
+    chat.live.slow_down(0.1)
     chat.send("why is that")
     details = chat.page.locator(".thinking")
     expect(details).to_have_attribute("data-live", "")
@@ -592,11 +592,13 @@ def test_two_thousand_tokens_stay_responsive(chat: Chat) -> None:
         new MutationObserver((all) => { for (const one of all) for (const node of one.addedNodes)
             if (node.nodeName === 'P' && node.closest('.answer')) made += 1; })
             .observe(document.getElementById('messages'), { childList: true, subtree: true }); }""")
+    chat.live.slow_down(0.02)
     chat.send("long")
     chat.page.wait_for_function("() => document.querySelectorAll('.answer p').length > 3")
     chat.page.evaluate("window.second = document.querySelectorAll('.answer p')[1]")
     chat.page.keyboard.type("next question")
     busy = chat.page.get_attribute("#messages", "aria-busy")
+    chat.live.slow_down(0.0)
     shown = chat.ended().locator(".answer")
     assert busy == "true" and chat.page.input_value("#input") == "next question"
     assert chat.page.evaluate("second === document.querySelectorAll('.answer p')[1]")
@@ -652,7 +654,7 @@ def test_what_is_being_written_can_be_replaced_and_deleted(chat: Chat) -> None:
 def test_the_view_follows_unless_somebody_reads_above(chat: Chat) -> None:
     """It stays at the newest line; who scrolls up is left alone, and gets back by a button."""
     chat.live.say("lines", turn("\n".join(f"line {n}" for n in range(150))))
-    chat.live.slow_down(0.01)
+    chat.live.slow_down(0.03)
     chat.send("lines")
     gap = (
         "() => { const s = document.getElementById('scroller'); return s.scrollHeight - s.scrollTop - s.clientHeight; }"

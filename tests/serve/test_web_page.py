@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import chromium
 import httpx
 import pytest
 from live_server import KEY, MODEL, Live, live_server, turn
@@ -165,6 +166,17 @@ def test_models_say_what_the_page_asks(live: Live) -> None:
     assert model["input_modalities"] == ["text", "image"] and model["reasoning_efforts"] == ["low", "high", "max"]
     config = live.service.config
     assert (model["max_images"], model["max_image_bytes"]) == (config.max_images, config.max_image_bytes)
+
+
+def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow tests fail where there is no Chromium or no playwright, and say what to install."""
+    monkeypatch.setattr(chromium, "find_spec", lambda name: None)
+    monkeypatch.setattr(chromium.shutil, "which", lambda name: None)
+    with pytest.raises(pytest.fail.Exception, match="apt-get install chromium"):
+        chromium.chromium()
+    monkeypatch.setattr(chromium.shutil, "which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(pytest.fail.Exception, match=r"pip install 'openk3\[harness\]'"):
+        chromium.chromium()
 
 
 def test_usage_in_each_chunk(live: Live) -> None:
