@@ -55,12 +55,12 @@ class SlowStore(DictStore):
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """After a while."""
-        self.has_gate.wait(30)
+        self.has_gate.wait(300)
         return super().has(names)
 
     def get(self, name: bytes, out: memoryview) -> bool:
         """After a while."""
-        self.get_gate.wait(30)
+        self.get_gate.wait(300)
         return super().get(name, out)
 
 
