@@ -26,7 +26,6 @@ from openk3.model.layer import Layer
 from openk3.ops.cross_entropy import token_logprobs
 
 SCORED_ROWS = 256  # whose logits exist at once
-FEW_SINGLE = 4  # requests with one token that are worth a step of their own beside others, on a CPU
 
 
 class Results(NamedTuple):
@@ -87,9 +86,9 @@ class Runner:
         spans = [Span(held(work), work.start, work.num_tokens) for work in works]
         batch = self.cache.bind(spans, slice(drafted[0], drafted[-1] + 1) if drafted else None)
         x_TD, draft = self._inputs(works), self.draft
-        single = 0 if draft is not None or drafted else sum(span.num_tokens == 1 for span in spans)
-        if self._host_step is not None and (single == len(spans) or single >= FEW_SINGLE):
-            h_TD = _apart(self._host_step, self, x_TD, single)
+        step = None if draft is not None or drafted else self._host_step
+        if step is not None and step.fits(x_TD):
+            h_TD = step(x_TD)
         else:
             h_TD = self.model.backbone(x_TD, batch.cu_seqlens, self.cache, None if draft is None else draft.trace)
         carry_TD = None if draft is None else draft.observe(Passed(self.cache, x_TD, h_TD))
@@ -187,13 +186,3 @@ class Runner:
             tops = best(self.model.lm_head(normed_TD), alternatives) if alternatives else [()] * len(ids)
             scored += map(Token, ids, logprob_T.tolist(), tops)
         return scored
-
-
-def _apart(step: HostStep, runner: Runner, x_TD: Tensor, single: int) -> Tensor:
-    """h_TD on a CPU: requests with one token, which come first, in a step of their own; then the others."""
-    cache, spans = runner.cache, runner.cache.batch.spans
-    if single == len(spans):
-        return step(x_TD, cache.batch)
-    first_ND = step(x_TD[:single], cache.bind(spans[:single]))
-    others = cache.bind(spans[single:])
-    return torch.cat((first_ND, runner.model.backbone(x_TD[single:], others.cu_seqlens, cache)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from openk3 import recipes
 from openk3.config.model import ModelConfig
 from openk3.config.serve import CacheConfig, EngineConfig
-from openk3.engine import host_pages, runner
+from openk3.engine import host_pages, host_step
 from openk3.engine.engine import Engine
 from openk3.engine.host_moe import HostFeedForward, situ
 from openk3.engine.host_step import HostStep
@@ -88,23 +88,23 @@ def test_float32_and_kernels_for_experts() -> None:
     answers(engine_of(model_of(torch.float32)), [5, 60, 17], 6)
 
 
-def test_the_step_runs_and_prompts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding requests step apart while a prompt is computed, where they are enough; answers are the same ones."""
+def test_without_room_for_mixtures_of_depth_the_modules_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts beside decoding requests: the same answers from the step and from the modules."""
     calls, run = list[int](), HostStep.__call__
 
-    def counting(step: HostStep, x_ND: Tensor, batch: object) -> Tensor:
-        calls.append(len(x_ND))
-        return run(step, x_ND, batch)  # pyrefly: ignore
+    def counting(step: HostStep, x_TD: Tensor) -> Tensor:
+        calls.append(len(x_TD))
+        return run(step, x_TD)
 
     monkeypatch.setattr(HostStep, "__call__", counting)
     model, lengths = model_of(), [3, 4, 5, 6, 90, 91]
-    monkeypatch.setattr(runner, "FEW_SINGLE", 100)  # never beside a prompt
-    whole = answers(engine_of(model, step_tokens=16), lengths, 9)
-    alone = len(calls)
-    monkeypatch.setattr(runner, "FEW_SINGLE", 1)
-    apart = answers(engine_of(model, step_tokens=16), lengths, 9)
-    assert 0 < alone < len(calls) - alone, "no step ran beside a prompt"
-    assert [[id for id, _ in each] for each in whole] == [[id for id, _ in each] for each in apart]
+    stepped = answers(engine_of(model, step_tokens=16), lengths, 9)
+    assert max(calls) == 16 and min(calls) < 16
+    calls.clear()
+    monkeypatch.setattr(host_step, "MOST_MIXED", 0)
+    by_modules = answers(engine_of(model, step_tokens=16), lengths, 9)
+    assert not calls
+    assert [[id for id, _ in each] for each in stepped] == [[id for id, _ in each] for each in by_modules]
 
 
 def test_pages_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,10 @@ def test_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("linear_beta", [None, 2.5])
-def test_situ(linear_beta: float | None) -> None:
+@pytest.mark.parametrize("size", [7, 7000])
+def test_situ(size: int, linear_beta: float | None) -> None:
     """The same function as the one that training uses."""
-    gate, up = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(3).unbind()
+    gate, up = torch.randn(2, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(3).unbind()
     torch.testing.assert_close(situ(gate, up, 1.5, linear_beta), situ_glu(gate, up, 1.5, linear_beta))
 
 
