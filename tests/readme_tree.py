@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+SUFFIXES = {".py", ".html", ".css", ".js"}
 # Rows as in the layer contract, from the top down; a folder that is not named here fails the test.
 FOLDERS = (
     "commands",
@@ -32,9 +33,11 @@ FOLDERS = (
 
 
 def purpose(path: Path) -> str:
-    """The first line of a module's docstring, without the full stop."""
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return doc.partition("\n")[0].removesuffix(".")
+    """The first line of a module's docstring, or the comment in a browser's file, without the full stop."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text.partition("\n")[0].strip("/*<!-> ").removesuffix(".")
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].removesuffix(".")
 
 
 def tree(package: Path = ROOT / "openk3") -> str:
@@ -46,7 +49,8 @@ def tree(package: Path = ROOT / "openk3") -> str:
     lines += [entry(path, package) for path in sorted(package.glob("*.py")) if path.name != "__init__.py"]
     for folder in FOLDERS:
         lines += ["", f"{folder}/"]
-        files = sorted((package / folder).rglob("*.py"), key=lambda path: (len(path.parts), path))
+        own = (path for path in (package / folder).rglob("*") if path.suffix in SUFFIXES)
+        files = sorted(own, key=lambda path: (len(path.parts), path))
         lines += [entry(path, package / folder) for path in files if path.name != "__init__.py"]
     return "\n".join([*lines, "```", ""])
 

@@ -31,6 +31,7 @@ from openk3.serve.body import read_body
 from openk3.serve.doorman import Doorman
 from openk3.serve.errors import ApiError
 from openk3.serve.gate import Lease
+from openk3.serve.page import FILES
 
 LOG = logging.getLogger(__name__)
 POSTS = (
@@ -38,7 +39,7 @@ POSTS = (
     *("/tokenize", "/detokenize"),
 )
 GETS = ("/v1/models/{name:path}", "/tokenizer_info")
-OPEN_GETS = ("/", "/chat.css", "/chat.js", "/openapi.json")  # the same for everybody: a server asks for no key there
+OPEN_GETS = (*FILES, "/openapi.json")  # the same for everybody: a server asks for no key there
 MODELS_SECONDS = 5.0
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -1,4 +1,4 @@
-"""Page: the web chat's three files at `/`, with headers that keep a browser from running or loading anything else."""
+"""Page: the web chat's files at `/`, with headers that keep a browser from running or loading anything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,10 +35,17 @@ HEADERS = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
     "cache-control": "no-cache",  # kept, but asked for again each time: page and script are always of one version
 }
+# Names are written here, never taken from a request; `/chat.js` and its like are beside the API's own paths.
+STYLES = ("chat.css", "messages.css", "narrow.css")
+SCRIPTS = (
+    "chat.js", "answers.js", "blocks.js", "call_card.js", "conversations.js", "disk.js", "export.js", "inline.js",
+    "markdown.js", "message_box.js", "models.js", "nodes.js", "notices.js", "pictures.js", "request.js", "scheme.js",
+    "scrolling.js", "server.js", "settings.js", "sidebar.js", "transcript.js", "turns.js", "values.js",
+)  # fmt: skip
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
-    "/chat.css": ("chat.css", "text/css; charset=utf-8"),
-    "/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}": (name, "text/css; charset=utf-8") for name in STYLES},
+    **{f"/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS},
 }
 
 
@@ -62,14 +69,14 @@ class PageFile:
         return Response(self.body, headers=headers, media_type=self.media_type)
 
 
-def add_page(app: FastAPI) -> None:
+def add_page(app: Starlette) -> None:
     """Serve the web chat. It needs no key: it holds nothing, and asks for one itself."""
     folder = files("openk3.serve") / "web"
     for path, (name, media_type) in FILES.items():
         _add(app, path, PageFile((folder / name).read_bytes(), media_type))
 
 
-def _add(app: FastAPI, path: str, file: PageFile) -> None:
+def _add(app: Starlette, path: str, file: PageFile) -> None:
     async def page(http: Request) -> Response:
         return file.response(http)
 

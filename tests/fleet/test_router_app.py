@@ -35,6 +35,7 @@ from openk3.fleet.affinity import read_features
 from openk3.fleet.app import merged_models
 from openk3.fleet.replica_list import Listed, ListFile, read_lines
 from openk3.serve.keys import Caller, Keys
+from openk3.serve.page import FILES
 
 HI = [{"role": "user", "content": "hi"}]
 NAMES = re.compile(r"\b(chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|call_|req_)[0-9a-f]{16,}|\"created(_at)?\": ?\d+")
@@ -83,7 +84,7 @@ def test_every_route_says_what_a_server_says(fleet: tuple[LiveRouter, list[Live]
         assert NAMES.sub("", plain(direct.text)) == NAMES.sub("", plain(routed.text)), path
         headers = {"content-type", "cache-control", "x-accel-buffering", "retry-after"}
         assert {n: direct.headers.get(n) for n in headers} == {n: routed.headers.get(n) for n in headers}
-    for path in ("/v1/models/" + MODEL, "/tokenizer_info", "/v1/models/none", "/openapi.json", "/", "/chat.js"):
+    for path in ("/v1/models/" + MODEL, "/tokenizer_info", "/v1/models/none", "/openapi.json", *FILES):
         direct, routed = httpx.get(server.url + path, timeout=60), live.get(path)
         assert (direct.status_code, NAMES.sub("", direct.text)) == (routed.status_code, NAMES.sub("", routed.text)), (
             path

@@ -15,10 +15,12 @@ from live_server import KEY, MODEL, Live, live_server, turn
 
 import openk3
 from openk3.serve.keys import Caller, Keys
-from openk3.serve.page import FILES
+from openk3.serve.page import FILES, SCRIPTS, STYLES
 
 WEB = Path(openk3.__file__).parent / "serve" / "web"
-KINDS = {"/": "text/html", "/chat.css": "text/css", "/chat.js": "text/javascript"}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";$', re.MULTILINE)
+EXPORT = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) ([\w$]+)", re.MULTILINE)
 
 
 class Tags(HTMLParser):
@@ -66,7 +68,7 @@ def test_types_headers_and_etags(live: Live, path: str) -> None:
     answer = httpx.get(live.url + path, timeout=60)
     body = (WEB / FILES[path][0]).read_bytes()
     assert answer.status_code == 200 and answer.content == body
-    assert answer.headers["content-type"] == f"{KINDS[path]}; charset=utf-8"
+    assert answer.headers["content-type"] == f"{KINDS[Path(FILES[path][0]).suffix]}; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache" and answer.headers["x-content-type-options"] == "nosniff"
     etag = answer.headers["etag"]
     assert etag == f'"{hashlib.sha256(body).hexdigest()[:32]}"'
@@ -103,7 +105,7 @@ def test_the_policy_allows_this_origin_and_nothing_else(live: Live, path: str) -
 
 def test_files_name_nothing_outside() -> None:
     """No address of another server: not a font, not a picture, not a namespace."""
-    assert sorted(path.name for path in WEB.iterdir()) == ["chat.css", "chat.js", "index.html"]
+    assert {path.name for path in WEB.iterdir()} == {name for name, _ in FILES.values()}
     for path in WEB.iterdir():
         text = path.read_text(encoding="utf-8")
         found = re.findall(r"(?:https?:|wss?:|[\"'(])//[^\s/]+|@import|url\(", text)
@@ -116,16 +118,47 @@ def test_the_policy_needs_no_exception(page: Tags) -> None:
     attributes = [(tag, name, value) for tag, given in page.tags for name, value in given.items()]
     assert [row for row in attributes if row[1].startswith("on") or row[1] in ("style", "srcdoc", "action")] == []
     addresses = {value for _, name, value in attributes if name in ("src", "href")}
-    assert {one for one in addresses if one and not one.startswith(("data:image/png;base64,", "#"))} == {
-        "chat.css",
-        "chat.js",
-    }
+    own = {one for one in addresses if one and not one.startswith(("data:image/png;base64,", "#"))}
+    assert own == {*STYLES, *SCRIPTS} == {path[1:] for path in FILES if path != "/"}
     assert {tag for tag, _ in page.tags} & {"iframe", "object", "embed", "base"} == set()
+
+
+def test_scripts_are_modules_that_are_fetched_at_once(page: Tags) -> None:
+    """One that starts, the others ahead of what imports them; only the colours are set before anything is painted."""
+    scripts = [given for tag, given in page.tags if tag == "script"]
+    assert scripts == [{"src": "scheme.js"}, {"type": "module", "src": "chat.js"}]
+    ahead = [given["href"] for _, given in page.tags if given.get("rel") == "modulepreload"]
+    assert sorted([*ahead, "chat.js", "scheme.js"]) == sorted(SCRIPTS)
+
+
+def test_modules_import_what_there_is_and_never_each_other() -> None:
+    """Every import names an export of a file of the page, every export and module is used, and there is no circle."""
+    scripts = {name: (WEB / name).read_text(encoding="utf-8") for name in SCRIPTS}
+    imports = {
+        name: {found[2]: set(re.findall(r"[\w$]+", found[1])) for found in IMPORT.finditer(text)}
+        for name, text in scripts.items()
+    }
+    assert sum(len(rows) for rows in imports.values()) > 50
+    for name, text in scripts.items():
+        assert len(re.findall(r"(?m)^import\b|\bimport\(", text)) == len(imports[name]), name  # of no other form
+        asked = set().union(*(rows.get(name, set()) for rows in imports.values()))
+        assert asked == set(EXPORT.findall(text)), name
+        assert len(re.findall(r"(?m)^export\b", text)) == len(EXPORT.findall(text)), name
+    left = dict(imports)
+    while free := [name for name, rows in left.items() if not rows.keys() & left.keys()]:
+        for name in free:
+            del left[name]
+    assert left == {}
+    reached, rest = set(), ["chat.js"]
+    while rest:
+        reached.add(name := rest.pop())
+        rest += imports[name].keys() - reached
+    assert reached == {*SCRIPTS} - {"scheme.js"}
 
 
 def test_the_script_never_makes_html_or_code_of_text() -> None:
     """None of the ways in which a text becomes a document or a program."""
-    script = (WEB / "chat.js").read_text(encoding="utf-8")
+    script = "".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|\beval\b"
     assert re.findall(rf"{ways}|new Function|setTimeout\(\s*[\"'`]|javascript:|srcdoc|createElementNS", script) == []
 
@@ -134,7 +167,7 @@ def test_every_name_in_the_script_is_in_the_page(page: Tags) -> None:
     """Ids are unique, and those that script and labels name exist."""
     ids = [given["id"] for _, given in page.tags if "id" in given]
     assert len(ids) == len(set(ids))
-    script = (WEB / "chat.js").read_text(encoding="utf-8")
+    script = "".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
     named = set(re.findall(r"\$\.([a-z]\w*)", script)) | set(re.findall(r"\$\[\"([\w-]+)\"\]", script))
     assert len(named) > 30 and named - set(ids) == set()
     icons = set(re.findall(r"icon(?:Button)?\(\"([a-z]+)\"", script)) | {
@@ -144,6 +177,14 @@ def test_every_name_in_the_script_is_in_the_page(page: Tags) -> None:
     for _, given in page.tags:
         for name in ("for", "aria-labelledby", "aria-describedby", "aria-controls"):
             assert set((given.get(name) or "").split()) <= set(ids)
+
+
+@pytest.mark.parametrize(
+    "path", ["/index.html", "/page.py", "/web/chat.js", "/..%2fpage.py", "/%2e%2e/page.py", "/x.js"]
+)
+def test_no_other_file_is_served(live: Live, path: str) -> None:
+    """A path is looked up in the list, never on the disk."""
+    assert httpx.get(live.url + path, timeout=60).status_code == 404
 
 
 def test_the_page_needs_no_key_and_holds_none(guarded: Live) -> None:
