@@ -83,6 +83,27 @@ def test_files_are_short() -> None:
     assert [row for row in rows if row[1] > (500 if row[0].startswith("openk3/ops/") else 400)] == []
 
 
+def web_files() -> list[Path]:
+    """What the package holds for browsers."""
+    files = sorted(path for path in (ROOT / "openk3").rglob("*") if path.suffix in (".js", ".css", ".html"))
+    assert {path.suffix for path in files} == {".js", ".css", ".html"}
+    return files
+
+
+def test_files_for_browsers_are_short_and_say_their_purpose() -> None:
+    """400 lines, of at most 120 characters in scripts and styles; the first one is a comment of one sentence."""
+    comments = {".js": r"// (.*)", ".css": r"/\* (.*) \*/", ".html": r"<!-- (.*) -->"}
+    bad = []
+    for path in web_files():
+        lines = path.read_text(encoding="utf-8").split("\n")
+        first = re.fullmatch(comments[path.suffix], lines[0])
+        if first is None or not re.fullmatch(r"[A-Z](?:[^.]|\.(?! ))*\.", first[1]):
+            bad.append(f"{path.name}: no purpose in one sentence")
+        if len(lines) > 401 or (path.suffix != ".html" and max(map(len, lines)) > 120):
+            bad.append(f"{path.name}: {len(lines)} lines, the longest has {max(map(len, lines))} characters")
+    assert bad == []
+
+
 def test_functions_and_classes_are_short() -> None:
     """Functions 60 lines (kernels 200), classes 150."""
     too_long = []
