@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from openk3.engine.host_form import all_known
 from openk3.model.moe import DenseFFN, Experts, LatentMoE, LocalExchange
+from openk3.model.trace import NO_TRACE
 from openk3.ops.grouped_linear import grouped_linear
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.routing import route
@@ -19,13 +21,15 @@ FEW_VALUES = 1 << 15  # up to which torch's tanh is quicker than oneDNN's
 
 
 class HostFeedForward:
-    """`LatentMoE` or `DenseFFN`; a part that keeps its experts elsewhere or packed runs as it is."""
+    """`LatentMoE` or `DenseFFN`; one with parts of other classes, packed experts say, or with hooks runs as it is."""
 
-    def __init__(self, part: nn.Module) -> None:
-        self._run: Callable[[Tensor], Tensor] = part
+    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+        self._run: Callable[[Tensor], Tensor] = lambda x_ND: part(x_ND, NO_TRACE)
+        if not all_known(part.modules(), dtype):
+            return
         if isinstance(part, DenseFFN):
             self._run = HostDense(part)
-        elif isinstance(part, LatentMoE) and type(part.exchange) is LocalExchange and type(part.experts) is Experts:
+        elif isinstance(part, LatentMoE) and type(part.exchange) is LocalExchange:
             self._run = HostMoe(part)
 
     def __call__(self, x_ND: Tensor, passing: object) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from openk3.engine.host_form import Form, is_plain
 from openk3.engine.host_moe import HostFeedForward
 from openk3.engine.host_pages import HostPages
 from openk3.engine.paged_cache import Batch, PagedCache, PagedLatents, PagedStates
@@ -34,7 +35,7 @@ SMALL_STATE = 512  # values of a head's state up to which products by elements b
 
 
 class HostStep:
-    """The backbone of a model whose weights stay as they are, over the pages of one engine."""
+    """The backbone of a model whose parts and weights stay as they are (see Form), over the pages of one engine."""
 
     def __init__(self, model: K3, cache: PagedCache) -> None:
         layers = [cast(Layer, layer) for layer in model.layers]
@@ -43,14 +44,14 @@ class HostStep:
         self._norms = [norm for layer in layers for norm in (layer.mix_norm, layer.ffn_norm)]
         self._parts: list[HostMixer | HostFeedForward] = []
         for layer, place in zip(layers, cache.layers):
-            self._parts += [HostMixer(layer.mixer, place), HostFeedForward(layer.ffn)]
+            self._parts += [HostMixer(layer.mixer, place), HostFeedForward(layer.ffn, model.embed.weight.dtype)]
 
     @staticmethod
     def applies(model: K3) -> bool:
         """Whether a model's weights and form are ones that this reads; any other takes the pass of its modules."""
         weight, text = model.embed.weight, model.config.text
-        plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        return plain and text.attn_res_mode != "full" and pick("norm", weight) == "reference"
+        fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        return fits and text.attn_res_mode != "full" and pick("norm", weight) == "reference" and is_plain(model)
 
     def fits(self, x_TD: Tensor) -> bool:
         """Whether mixtures of depth for that many tokens may be there at once."""
@@ -79,6 +80,25 @@ class HostStep:
             assert block_TD is not None
             sources.append(block_TD)
         raise AssertionError("the last read of depth is the output's")
+
+
+class HostSteps:
+    """The steps of one model, each for as long as the model's parts and weights are what it has read."""
+
+    def __init__(self, model: K3, cache: PagedCache) -> None:
+        self._model, self._cache = model, cache
+        self._form: Form | None = None
+        self._step: HostStep | None = None
+
+    @torch.no_grad()
+    def now(self) -> HostStep | None:
+        """What runs a pass in place of the model's modules; None: they do."""
+        if self._model.embed.weight.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return None
+        if self._form is None or not self._form.holds():
+            self._form = Form(self._model)
+            self._step = HostStep(self._model, self._cache) if HostStep.applies(self._model) else None
+        return self._step
 
 
 class _Passing(NamedTuple):

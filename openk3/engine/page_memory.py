@@ -41,7 +41,8 @@ class PageMemory:
         self._text = model.text
         _check(self.shape, model, dtype.itemsize)
         shape = (config.num_pages, self.shape.layers_per_page, self.shape.row_bytes // 8)
-        self._words_PRB = torch.empty(shape, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # else nobody outside of the caller's inference mode could write there
+            self._words_PRB = torch.empty(shape, dtype=torch.int64, device=device)
         self._kda_bytes = kda_row_bytes(model.text, dtype.itemsize)
         self._state_words = _words(self._kda_bytes + carry_bytes(model.text, dtype.itemsize))
 
@@ -105,8 +106,9 @@ class PageMemory:
 
     def _row(self, row: int, first_byte: int, count: int, dtype: torch.dtype) -> Tensor:
         """`count` numbers of a row of every page [P, count]."""
-        row_B = self._words_PRB[:, row].view(torch.uint8)
-        return row_B[:, first_byte : first_byte + count * dtype.itemsize].view(dtype)
+        with torch.inference_mode(False):
+            row_B = self._words_PRB[:, row].view(torch.uint8)
+            return row_B[:, first_byte : first_byte + count * dtype.itemsize].view(dtype)
 
 
 def _words(num_bytes: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openk3.engine.draft import Draft, Passed
-from openk3.engine.host_step import HostStep
+from openk3.engine.host_step import HostSteps
 from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job, Work, held
 from openk3.engine.outer_tier import OuterTier
@@ -51,14 +51,12 @@ class Runner:
 
     @property
     def model(self) -> K3:
-        """Whose weights stay as they are until it is set again."""
+        """Whose weights are in use."""
         return self._model
 
     @model.setter
     def model(self, model: K3) -> None:
-        self._model = model
-        with torch.no_grad():
-            self._host_step = HostStep(model, self.cache) if HostStep.applies(model) else None
+        self._model, self._steps = model, HostSteps(model, self.cache)
 
     @torch.no_grad()
     def prepare(self, work: Work) -> None:
@@ -86,7 +84,7 @@ class Runner:
         spans = [Span(held(work), work.start, work.num_tokens) for work in works]
         batch = self.cache.bind(spans, slice(drafted[0], drafted[-1] + 1) if drafted else None)
         x_TD, draft = self._inputs(works), self.draft
-        step = None if draft is not None or drafted else self._host_step
+        step = None if draft is not None or drafted else self._steps.now()
         if step is not None and step.fits(x_TD):
             h_TD = step(x_TD)
         else:
