@@ -13,7 +13,7 @@ from openk3.config.fleet import CostClass
 if TYPE_CHECKING:
     from openk3.fleet.ticket import Ticket
 
-IDLE_TENANTS = 4096  # that are remembered before those that are owed nothing are dropped
+IDLE_TENANTS = 4096  # that are remembered before half are dropped, who were given the least first
 
 
 class Budgets:
@@ -113,6 +113,8 @@ class FairQueue:
 
         Those seen before it have to stay in the queue or be removed as they come.
         """
+        if not self._len:
+            return
         lists = {name: list(tenant.waiting) for name, tenant in self._tenants.items() if tenant.waiting}
         heap = [(self._tenants[name].served, row[0].number, name, 0) for name, row in lists.items()]
         heapq.heapify(heap)
@@ -125,5 +127,8 @@ class FairQueue:
 
     def _forget_idle(self) -> None:
         if len(self._tenants) >= IDLE_TENANTS:
-            kept = {name: one for name, one in self._tenants.items() if one.waiting or one.served > self._floor}
-            self._tenants = kept
+            ahead = sorted((one.served, name) for name, one in self._tenants.items() if not one.waiting)
+            first_kept = len(ahead) - IDLE_TENANTS // 2
+            for index, (served, name) in enumerate(ahead):
+                if index < first_kept or served <= self._floor:  # who is owed nothing
+                    del self._tenants[name]

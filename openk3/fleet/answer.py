@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import httpx
 
@@ -84,8 +86,11 @@ class Answer:
                     self._response = response = await self._lane.handle_async_request(request)
                     response.request = request
                     self._chunks = chunks = response.aiter_raw()
-                    self.status, self.headers = response.status_code, returned(response)
+                    self.status = response.status_code
+                    if not 200 <= self.status < 600:
+                        raise Broken(f"status {self.status}")
                     self.is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+                    self.headers = returned(response, is_stream=self.is_stream)
                     await (self._begin_stream(chunks, pulse) if self.is_stream else self._begin_whole(chunks))
         except TimeoutError:
             raise Broken("it answers no checks") from None
@@ -116,11 +121,14 @@ class Answer:
 
     def _request(self) -> httpx.Request:
         call, times = self._call, self._router.proxy
-        headers = [pair for pair in call.headers if pair[0] not in NOT_SENT]
-        url = httpx.URL(self._replica + call.path).copy_with(query=call.query or None)
+        if any(part in (b".", b"..") for part in unquote_to_bytes(call.path).split(b"/")):
+            raise ApiError(404, "no such route; /openapi.json lists them")
+        headers = end_to_end(call.headers, NOT_SENT)
+        target = call.path.encode("latin-1") + (b"?" + call.query if call.query else b"")
         read = times.silence_seconds if call.is_stream else times.answer_seconds
         limits = {"connect": times.connect_seconds, "read": read, "write": times.silence_seconds, "pool": None}
-        return httpx.Request(call.method, url, headers=headers, content=call.body, extensions={"timeout": limits})
+        extensions = {"timeout": limits, "target": target}  # as it came: nothing is quoted anew, or of bounded length
+        return httpx.Request(call.method, self._replica, headers=headers, content=call.body, extensions=extensions)
 
     async def _begin_whole(self, chunks: AsyncIterator[bytes]) -> None:
         size = 0
@@ -140,6 +148,7 @@ class Answer:
     async def _begin_stream(
         self, chunks: AsyncIterator[bytes], pulse: Callable[[Answer, bytes], Awaitable[None]]
     ) -> None:
+        size = 0
         async for data in chunks:
             events = self._splitter.add(data)
             while events:
@@ -150,7 +159,8 @@ class Answer:
                 if is_lost_cause(one):
                     raise Refused(self, pause=0.5, was_begun=True)
                 self.begun.append(one)
-                if not is_preface(one):
+                size += len(one)
+                if not is_preface(one) or size > self._router.proxy.event_bytes:
                     self.begun += events
                     return
 
@@ -161,6 +171,8 @@ def faults() -> Generator[None]:
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if is_own_lack(error):
+            raise ApiError(503, "the router is full; try again", code="overloaded", retry_after=1) from None
         raise Broken(f"no connection ({error})", was_sent=False) from None
     except httpx.LocalProtocolError as error:
         raise ApiError(400, f"headers: cannot be passed on ({error})", param="headers") from None
@@ -168,10 +180,26 @@ def faults() -> Generator[None]:
         raise Broken(f"{type(error).__name__} {error}") from None
 
 
-def returned(response: httpx.Response) -> Headers:
-    """Headers as the client gets them."""
+def is_own_lack(error: BaseException | None) -> bool:
+    """Whether no connection was made because this process, or its machine, has no more files or memory for one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def returned(response: httpx.Response, *, is_stream: bool = False) -> Headers:
+    """Headers as the client gets them. A stream's length is not the replica's to say: it may get another end."""
     rows = [(name.lower(), value) for name, value in response.headers.raw]
-    return [row for row in rows if row[0] not in NOT_RETURNED]
+    return end_to_end(rows, {*NOT_RETURNED, b"content-length"} if is_stream else NOT_RETURNED)
+
+
+def end_to_end(headers: Headers, dropped: set[bytes]) -> Headers:
+    """Without those dropped, and without those that `Connection` names (RFC 9110, section 7.6.1)."""
+    named = b",".join(value for name, value in headers if name == b"connection").lower().split(b",")
+    dropped = dropped.union(name.strip() for name in named)
+    return [pair for pair in headers if pair[0] not in dropped]
 
 
 def _error(body: bytes) -> dict[str, Any]:

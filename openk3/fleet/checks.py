@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterable
 
 import httpx
 
+from openk3.fleet.answer import is_own_lack
 from openk3.fleet.replica_list import Listed, ReplicaList
 from openk3.fleet.router import Router
 
 LOG = logging.getLogger(__name__)
+MOST_BYTES = 4096  # of what a replica says of its health
 
 
 class Checks:
@@ -66,16 +69,27 @@ class Checks:
         await asyncio.gather(*(self._check(name) for name in list(self._policy.replicas)))
         self._router.wake()
 
+    async def _ask(self, name: str) -> tuple[int, bytes]:
+        """Status of /health, and the beginning of what it says."""
+        body = b""
+        async with self._client.stream("GET", f"{name}/health", headers={"accept-encoding": "identity"}) as answer:
+            async for data in answer.aiter_raw():
+                body += data
+                if len(body) > MOST_BYTES:
+                    break
+        return answer.status_code, body
+
     async def _check(self, name: str) -> None:
         is_good = is_draining = False
         try:
             async with asyncio.timeout(self._times.check_seconds):
-                answer = await self._client.get(f"{name}/health")
-            status = answer.json().get("status") if answer.status_code == 503 else None
-            is_draining = status == "draining"
-            is_good = answer.status_code == 200 or is_draining
-        except (httpx.HTTPError, TimeoutError, ValueError, AttributeError):
-            pass
+                status, body = await self._ask(name)
+            is_draining = status == 503 and json.loads(body).get("status") == "draining"
+            is_good = status == 200 or is_draining
+        except Exception as error:  # whatever it is: one replica's checks end nobody else's
+            if is_own_lack(error):
+                LOG.error("%s cannot be checked: %s", name, error)
+                return
         replica = self._policy.replicas.get(name)
         if replica is not None and replica.checked(is_good, is_draining=is_draining):
             LOG.warning("%s is %s", name, replica.state)

@@ -92,6 +92,9 @@ class Flight(Response):
         except TooSlow:
             self._status, self._outcome = GONE, "left"
             LOG.info("%s: the client takes nothing", self._call.path)
+        except Exception:  # a fault of ours, told and logged by who called
+            self._status = 500
+            raise
         finally:
             for task in (work, gone, halted):
                 task.cancel()

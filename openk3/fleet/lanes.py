@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 
 import httpx
 
+LOG = logging.getLogger(__name__)
 IDLE_SECONDS = 5.0  # less than a replica keeps a connection, so that none is used as it closes
 MOST_IDLE = 256  # of one replica
 
@@ -30,7 +32,10 @@ class Lanes:
 
     async def give(self, replica: str, lane: httpx.AsyncHTTPTransport) -> None:
         """A call is over, and its response closed."""
-        if len(self._idle[replica]) < MOST_IDLE:
+        is_clean = _is_clean(lane)
+        if not is_clean:
+            LOG.warning("%s sent more than its answer; the connection is not used again", replica)
+        if is_clean and len(self._idle[replica]) < MOST_IDLE:
             self._idle[replica].append((time.monotonic(), lane))
         else:
             await lane.aclose()
@@ -43,3 +48,15 @@ class Lanes:
                 await lanes.popleft()[1].aclose()
             if not lanes:
                 del self._idle[replica]
+
+
+def _is_clean(lane: httpx.AsyncHTTPTransport) -> bool:
+    """Whether nothing was read behind an answer: the next call, maybe another client's, would get it as its own.
+
+    Neither library says so by a public name; where the private ones are not found, no connection is used twice.
+    """
+    for connection in getattr(getattr(lane, "_pool", None), "connections", (None,)):
+        state = getattr(getattr(connection, "_connection", None), "_h11_state", None)
+        if state is None or state.trailing_data[0]:
+            return False
+    return True

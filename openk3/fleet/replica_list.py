@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+import httpx
+
 from openk3.config.model import ConfigError
 
 LOG = logging.getLogger(__name__)
@@ -49,14 +51,14 @@ class ListFile:
     """A file with a line `URL [WEIGHT] [drain]` for each server, read again when it changes.
 
     Whoever may write it decides where prompts and keys go. A file with an error is not used: what was read before
-    stays, and the log says why.
+    stays, and the log says why. Nor is one without a server, once there were some: it may be half written.
     """
 
     def __init__(self, file: Path) -> None:
         """Raises ConfigError naming the line, OSError if there is no such file."""
-        self._file = file
+        self._file, self._has_any, self._why = file, False, ""
         self._stamp = self._look()
-        self._first: list[Listed] | None = read_lines(file.read_text(encoding="utf-8"), str(file))
+        self._first: list[Listed] | None = self._read()
 
     def changed(self) -> list[Listed] | None:
         """What it holds now, if that is new."""
@@ -67,11 +69,24 @@ class ListFile:
             stamp = self._look()
             if stamp == self._stamp:
                 return None
-            self._stamp = stamp
-            return read_lines(self._file.read_text(encoding="utf-8"), str(self._file))
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
-            LOG.error("the list of replicas stays as it was: %s", error)
+            listed = self._read()
+        except (OSError, ConfigError) as error:  # looked at again: it may be readable by then
+            if str(error) != self._why:
+                LOG.error("the list of replicas stays as it was: %s", error)
+            self._why = str(error)
             return None
+        self._stamp, self._why = stamp, ""
+        return listed
+
+    def _read(self) -> list[Listed]:
+        try:
+            listed = read_lines(self._file.read_text(encoding="utf-8"), str(self._file))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self._file}: is not UTF-8 ({error.reason} at byte {error.start})") from None
+        if self._has_any and not listed:
+            raise ConfigError(f"{self._file}: names no replica; to take all of them out, mark them `{HELD}`")
+        self._has_any = bool(listed)
+        return listed
 
     def _look(self) -> tuple[int, int, int]:
         found = self._file.stat()
@@ -102,7 +117,8 @@ def checked_url(text: str, where: str) -> str:
         parts = urlsplit(text)
         is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         is_bare = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username or parts.password)
-    except ValueError:
+        httpx.URL(text)
+    except (ValueError, httpx.InvalidURL):
         is_good = is_bare = False
     if not is_good or not is_bare:
         raise ConfigError(f"{where}: a replica is http://HOST:PORT, got {text[:80]!r}")

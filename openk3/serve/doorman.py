@@ -40,7 +40,8 @@ class Doorman:
             has_started = has_started or message["type"] == "http.response.start"
             await send(message)
 
-        error = None if self._has_keys else self._foreign(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        error = _two_lengths(headers) or (None if self._has_keys else self._foreign(headers))
         if error is None:
             try:
                 await self._app(scope, receive, watched)
@@ -58,10 +59,24 @@ class Doorman:
             message = f"host: {host[:80]!r} is not this machine; set API keys to serve under other names"
             return ApiError(421, message, param="host", code="wrong_host")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _netloc(origin) != host:
             return ApiError(
                 403, "origin: pages of other servers may not ask this one", param="origin", code="wrong_origin"
             )
+        return None
+
+
+def _two_lengths(headers: Headers) -> ApiError | None:
+    """A body whose length is told in two ways may be two requests to a proxy before this server."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        return ApiError(400, "headers: Content-Length and Transfer-Encoding exclude each other", param="headers")
+    return None
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
         return None
 
 

@@ -39,8 +39,9 @@ class ApiError(Exception):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
-        text = " ".join(message.split())
+        self.status, self.param, self.retry_after = status, param, retry_after
+        self.code = None if code is None else _sendable(code)
+        text = _sendable(" ".join(message.split()))
         self.message = text if len(text) <= _MOST else text[:_MOST] + " ..."
 
     @property
@@ -62,6 +63,11 @@ class ApiError(Exception):
         """{"type": "error", ...} as Anthropic's clients read it."""
         kind = _KINDS.get(self.status, _KINDS[500])[1]
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def _sendable(text: str) -> str:
+    """Half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes its escape."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:

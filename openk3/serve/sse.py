@@ -20,7 +20,7 @@ def event(data: Any, name: str | None = None) -> bytes:
     """One event; JSON has no raw line end, so one `data:` line is enough."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {text}\n\n".encode()
+    return f"{head}data: {text}\n\n".encode(errors="backslashreplace")  # half a surrogate pair is JSON's \\udxxx
 
 
 class EventStream(Response):

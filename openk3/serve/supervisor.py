@@ -22,7 +22,7 @@ class Supervisor:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         patience = environ.get("WATCHDOG_USEC", "")
         is_meant = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self._every = int(patience) / 3e6 if patience.isdigit() and is_meant else float("inf")  # seconds
+        self._every = int(patience) / 3e6 if patience.isdecimal() and is_meant else float("inf")  # seconds
         self._next_beat = float("-inf")
         self._is_ready = False
 
@@ -48,6 +48,7 @@ class Supervisor:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as way:
+                way.setblocking(False)  # one that reads nothing holds nobody up
                 way.sendto(message.encode(), self._address)
         except OSError as error:
             LOG.warning("the supervisor cannot be told %r: %s", message, error)

@@ -93,3 +93,14 @@ def test_a_server_tells_that_it_is_ready_and_well_until_its_engine_is_not(
     server.drain()
     live.service.gate.is_draining = False
     assert heard(listener) == ["STOPPING=1\nSTATUS=0 calls have up to 60 s to end"]
+
+
+def test_a_supervisor_that_reads_nothing_holds_nobody_up(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its socket fills; the server goes on, and says so in its log. A patience that is no number is none."""
+    supervisor = Supervisor({"NOTIFY_SOCKET": str(listener.getsockname()), "WATCHDOG_USEC": "²"})
+    while not caplog.records:
+        supervisor.stopping("x" * 4000)
+    supervisor.beat(0.0)
+    assert "cannot be told" in caplog.text and "WATCHDOG" not in caplog.text
