@@ -38,6 +38,7 @@ from openk3.config.model import LinearAttnConfig, ModelConfig, TextConfig, sched
 from openk3.ops import KdaGate, chunk_kda, recurrent_kda  # noqa: E402
 from openk3.ops.kda.reference import kda_gate  # noqa: E402
 from openk3.runtime.cpu import tune_cpu  # noqa: E402
+from openk3.runtime.run_folder import write_json  # noqa: E402
 
 Variant = Callable[[], Any]
 OURS, RECURRENCE, PEER_KDA = "openk3 chunk_kda", "openk3 recurrent_kda", "transformers chunk_kimi_delta_attention"
@@ -251,9 +252,7 @@ def main() -> None:
         record["load"] = [before, os.getloadavg()[0]]
         print(f"  load average {record['load'][0]:.2f} before, {record['load'][1]:.2f} after")
         results[section] = settings | record
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(partial, out)
+    write_json(out, results)
     print(f"\nwritten to {out}")
 
 

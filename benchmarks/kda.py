@@ -17,8 +17,6 @@ chunk form on the same inputs (large shapes: on some heads).
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import platform
 import re
 import subprocess
@@ -34,6 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from kda_report import COLUMNS, markdown, print_row, verdict_on_errors, worse_than_fla  # noqa: E402
 from kda_timing import Protocol, copy_rate  # noqa: E402
+
+from openk3.runtime.run_folder import write_atomic, write_json  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 HARD = "hard inputs"  # chosen by --rows like a row
@@ -177,11 +177,8 @@ def file_of(results: dict[str, Any], folder: Path, kind: str = "") -> Path:
 
 def write(results: dict[str, Any], path: Path) -> None:
     """As JSON, and as Markdown beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in ((path, json.dumps(results, indent=1) + "\n"), (path.with_suffix(".md"), markdown(results))):
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
+    write_json(path, results)
+    write_atomic(path.with_suffix(".md"), lambda partial: partial.write_text(markdown(results), encoding="utf-8"))
 
 
 def kind_of(options: argparse.Namespace) -> str:

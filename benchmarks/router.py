@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+from openk3.runtime.run_folder import write_json  # noqa: E402
+
 PATH = "/v1/chat/completions"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":"word"},"finish_reason":null}]}\n\n'
@@ -158,9 +162,7 @@ def main() -> None:
     if flags.out:
         machine = f"{os.cpu_count()} cores, {platform.machine()}"
         data = {"hardware": machine, "python": platform.python_version(), "rows": [asdict(one) for one in rows]}
-        temporary = flags.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, flags.out)
+        write_json(flags.out, data)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from openk3.engine.engine import Engine
 from openk3.engine.request import Completion, Request, SamplingParams
 from openk3.model.k3 import K3
 from openk3.runtime.device import pick_device, pick_dtype
-from openk3.runtime.run_folder import write_json
+from openk3.runtime.run_folder import write_atomic, write_json
 
 PACKAGE = Path(__file__).resolve().parent.parent
 TEXT_BYTES = 1 << 20  # that prompts are cut from
@@ -58,7 +58,8 @@ def run_mix(flags: BenchServe) -> None:
     found = machine(torch.device("cpu")) | {"dtype": "float32"} | found
     if flags.out is not None:
         write_json(flags.out, found)
-        flags.out.with_suffix(".md").write_text(bench_mix.markdown(found), encoding="utf-8")
+        text = bench_mix.markdown(found)
+        write_atomic(flags.out.with_suffix(".md"), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     print(json.dumps(found, indent=2) if flags.json else "\n".join(bench_mix.table(found)))
 
 

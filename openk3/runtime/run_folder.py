@@ -62,17 +62,22 @@ class RunFolder:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary)` with a name in the same folder, then put it in `path`'s place; on failure leave nothing.
 
-    The data is on disk before the name changes, so that a power cut leaves either the old file or the new one. An
-    OSError names `path`.
+    The data is on disk before the name changes, so that a power cut leaves either the old file or the new one. A link
+    stays, and the file behind it is written; a device or a pipe is written to, for a file must never take its place.
+    An OSError names `path`.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_beside(path, folder=False) as temporary:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            write(path)
+            return
+        place = Path(os.path.realpath(path))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_beside(place, folder=False) as temporary:
             write(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.chmod(0o666 & ~umask())
-            os.replace(temporary, path)
+            os.replace(temporary, place)
     except OSError as error:
         raise named(error, path) from error
 

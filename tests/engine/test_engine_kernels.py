@@ -37,8 +37,8 @@ def test_steps_by_kernel_beside_a_prompt(monkeypatch: pytest.MonkeyPatch) -> Non
 
     want = answers()
     with monkeypatch.context() as kernels:
-        for where in ("openk3.model.kda", "openk3.ops.kda.decode", "openk3.ops.mla.reference"):
-            kernels.setattr(f"{where}.pick", lambda *args, **options: "triton")
+        for where in ("engine.host_step", "model.kda", "ops.kda.decode", "ops.mla.reference"):
+            kernels.setattr(f"openk3.{where}.pick", lambda *args, **options: "triton")
         kernels.setattr(GatedMLA, "expanded", expanded_by_definition(GatedMLA.expanded))
         watch(kernels, decode_kernel, "sizes")
         watch(kernels, latent_decode.LatentPages, "of_pages")

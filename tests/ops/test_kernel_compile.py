@@ -14,6 +14,7 @@ import pytest
 from kernel_compile import OPS, ROOT, SHARED_LIMITS, is_gluon, kernel_files
 
 SCRIPT = Path(__file__).parent / "kernel_compile.py"
+pytestmark = pytest.mark.timeout(1200)  # a cold cache on a loaded machine; some 200 s on an idle one
 # Two cases: the first needs some hundred values for each of its 32 threads, the second few.
 TWO_CASES = '''
 """A kernel that spills with one warp and does not with four."""
@@ -65,7 +66,7 @@ def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """What the script finds, in a process that does not interpret kernels."""
     out = cache / f"{os.getpid()}.json"
     command = [sys.executable, str(SCRIPT), *arguments, "--json", str(out), "--cache", str(cache)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1150)
     assert result.returncode == 0, result.stdout + result.stderr
     try:
         return json.loads(out.read_text())

@@ -62,6 +62,29 @@ def test_errors_name_the_file_and_leftovers_go(tmp_path: Path) -> None:
     assert error.value.filename == str(tmp_path / "folder")
 
 
+def test_links_and_what_is_no_file_stay(tmp_path: Path) -> None:
+    """`--out /dev/full`, `--out /dev/stdout`: a file in the place of a device would break other programs."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.json").write_text("[]")
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "a.json")
+    write_json(tmp_path / "link", [1])
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "real" / "a.json").read_text()) == [1]
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_json(pipe, [2])
+        assert json.loads(os.read(reader, 100)) == [2] and not pipe.is_file()
+    finally:
+        os.close(reader)
+    full = Path("/dev/full")
+    assert full.is_char_device()
+    with pytest.raises(OSError, match="No space left") as error:
+        write_json(full, [3])
+    assert error.value.filename == str(full) and full.is_char_device()
+
+
 def test_an_unknown_user_is_no_error(tmp_path: Path) -> None:
     """`~nobody-of-this-name/x` is then a path like any other."""
     assert RunFolder.at("~nobody-of-this-name/x").path == Path("~nobody-of-this-name/x")
