@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Generator
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from openk3.config.http import ServerConfig
 from openk3.serve.gate import Gate
+from openk3.serve.idle import IdleConnections, quiet_accept
 from openk3.serve.supervisor import Supervisor
 
 LOG = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self._service, self._supervisor = service, supervisor or Supervisor({})
+        self._idle = IdleConnections()
         self._drain_until: float | None = None
         self.failed = False
 
@@ -102,9 +104,17 @@ class DrainingServer(uvicorn.Server):
             self._service.gate.is_draining = True
             self._drain_until = time.monotonic() + seconds
 
+    async def startup(self, sockets: list | None = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(quiet_accept())
+        await super().startup(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second: whether to stop now."""
         self._supervisor.ready()
+        if counter % 10 == 0:
+            connections: Any = self.server_state.connections
+            self._idle.sweep(connections, time.monotonic())
         if self._service.thread.is_healthy:
             self._supervisor.beat()
         if self._service.thread.is_lost:
