@@ -74,10 +74,10 @@ class Answer:
     async def begin(self, pulse: Callable[[Answer, bytes], Awaitable[None]]) -> None:
         """Until the answer is whole, or too long to be held back, or its first token came; pulses go on at once.
 
-        Raises Broken, also when the replica answers no checks any more, and Refused.
+        Raises Broken, also when the replica answers no checks any more or trickles for too long, and Refused.
         """
         early = self._router.early[self._replica]
-        limit = asyncio.timeout(None)
+        limit = asyncio.timeout(None if self._call.is_stream else self._router.proxy.answer_seconds)
         early.add(limit)
         try:
             with faults():
@@ -93,7 +93,7 @@ class Answer:
                     self.headers = returned(response, is_stream=self.is_stream)
                     await (self._begin_stream(chunks, pulse) if self.is_stream else self._begin_whole(chunks))
         except TimeoutError:
-            raise Broken("it answers no checks") from None
+            raise Broken("no answer in time, or to checks") from None
         finally:
             early.discard(limit)
 

@@ -329,3 +329,23 @@ def test_addresses_that_no_client_would_take(url: str) -> None:
     """Are refused when they are read, not at their first check."""
     with pytest.raises(ConfigError):
         checked_url(url, "list:1")
+
+
+def test_a_whole_answer_that_trickles_is_left_by_a_time_limit() -> None:
+    """Each byte comes soon enough, but there is no end of them."""
+
+    async def trickles(own: Scripted, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    proxy = ProxyConfig(check_every_seconds=0.05, answer_seconds=1)
+    with (
+        scripted(trickles, trickles) as replicas,
+        live_router([one.url for one in replicas], fleet=PATIENT, proxy=proxy) as live,
+    ):
+        response = live.post(CHAT, {})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_lost")
+        live.wait_until_idle()
