@@ -33,6 +33,8 @@ from kda_report import number, table  # noqa: E402
 
 from openk3.commands import bench  # noqa: E402
 from openk3.commands.bench_flags import BenchTrain  # noqa: E402
+from openk3.config.activations import check as check_activations  # noqa: E402
+from openk3.config.model import ConfigError  # noqa: E402
 from openk3.model.roofline import H200  # noqa: E402
 from openk3.runtime.device import peak_flops  # noqa: E402
 
@@ -152,6 +154,25 @@ def _shown(key: str, value: float | None) -> str:
     return f"{value:,.0f}" if key == "tokens_per_s" else f"{value:.1%}"
 
 
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with one line and status 2 where no part could run, or nothing could be written after minutes of work."""
+    if options.device not in ("cuda", "cpu"):
+        parser.error(f"--device: must be cuda or cpu, got {options.device!r}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no GPU here; --device cpu --small tries the script")
+    if options.peers is not None and not options.peers.is_dir():
+        parser.error(f"--peers: no such folder: {options.peers}")
+    try:
+        if options.activations:
+            check_activations(options.activations)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.out):
+                pass
+    except (ConfigError, OSError) as error:
+        parser.error(str(error))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts asked for and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args(arguments)
+    check(parser, options)
     if options.peers is not None:
         sys.path.insert(0, str(options.peers))
     found, failed = run(options)

@@ -49,3 +49,24 @@ def test_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found, text = results(tmp_path)
     assert found["failed"] == {"mla": "ZeroDivisionError: division by zero"} and len(found["rows"]) == 1
     assert "| train tiny 2x64 | 3.000 | 20,000 | 25.0% |" in text and "Failed: mla" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "tpu"], "--device: must be cuda or cpu, got 'tpu'"),
+        (["--device", "cuda"], "--device cuda: no GPU here; --device cpu --small tries the script"),
+        ([*TRIAL, "--activations", "bogus"], "activations: 'bogus' is none of none, selective"),
+        ([*TRIAL, "--out", __file__], "File exists"),
+        ([*TRIAL, "--peers", "nowhere"], "--peers: no such folder: nowhere"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_first_part(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after minutes on a machine that is lent, nor by a traceback."""
+    monkeypatch.setattr(gpu, "run", lambda options: 1 / 0)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        gpu.main(words)
+    assert end.value.code == 2 and message in capsys.readouterr().err

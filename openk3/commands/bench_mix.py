@@ -8,6 +8,7 @@ which most share a prefix, with the prefix cache and without. Seconds are by the
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -295,7 +296,7 @@ def check(flags: BenchServe) -> None:
     for name in ("mix_requests", "at_once", "rounds"):
         if getattr(flags, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: must be positive, got {getattr(flags, name)}")
-    if flags.rate < 0:
+    if not 0 <= flags.rate < math.inf:
         raise UserError(f"--rate: must not be negative, got {flags.rate}")
     if flags.device == "cuda":
         raise UserError("--mix: this measurement is of a CPU; leave out --device cuda")

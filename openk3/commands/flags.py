@@ -277,7 +277,8 @@ def one_line(prog: str, box: str) -> str:
     # The first rule lies under or in the title, which repeats what follows; a terminal without UTF-8 has plain dashes.
     start, end = (rules + [-1, len(lines)])[:2] if len(rules) != 1 else (rules[0], len(lines))
     message = " ".join(lines[start + 1 : end]).strip() or "wrong arguments"
-    message = re.sub(r"^Error parsing config\S*: ", "", message)  # a section's own message names its field
+    # A section's own message names its field; tyro's name of what has no name says nothing.
+    message = re.sub(r"^Error parsing (config|__tyro-dummy-inner__)\S*: ", "", message)
     first = [line.split()[0] for line in lines if line]
     near = [word for word in first if word.startswith("--") and word.strip("-") and word not in message]
     suggestion = f"; perhaps you meant {' or '.join(dict.fromkeys(near))}" if near else ""

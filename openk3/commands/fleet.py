@@ -30,6 +30,7 @@ from openk3.fleet.trace import Entry, TraceError, ceiling, read_trace, scaled, w
 from openk3.fleet.trace_mix import Mix, make_trace
 from openk3.runtime.run_folder import write_json
 
+MOST_REPLICAS = 4096
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -67,8 +68,8 @@ def describe(entries: Sequence[Entry]) -> str:
 
 def simulate(flags: FleetSimulate) -> None:
     """Every policy on the same trace."""
-    if flags.replicas < 1:
-        raise UserError(f"--replicas: must be positive, got {flags.replicas}")
+    if not 1 <= flags.replicas <= MOST_REPLICAS:
+        raise UserError(f"--replicas: must be 1 to {MOST_REPLICAS:,}, got {flags.replicas}")
     if not flags.policies:
         raise UserError("--policies: name at least one")
     entries = make_trace(Mix(), flags.seed) if flags.trace is None else read_trace(flags.trace)
@@ -145,6 +146,8 @@ def death(word: str) -> Death:
 def replay(flags: FleetReplay) -> None:
     """Send the trace and tell what came of it."""
     require_httpx("replay")
+    if not flags.urls:
+        raise UserError("URL: name at least one server, http://HOST:PORT")
     from openk3.fleet.replay import Replay, replayed
 
     entries = scaled(read_trace(flags.trace), flags.scale_tokens, flags.scale_seconds)

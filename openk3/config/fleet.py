@@ -111,4 +111,4 @@ def _check_numbers(config: Any) -> None:
     for spec in dataclasses.fields(config):
         value = getattr(config, spec.name)
         if spec.type in ("int", "float") and (isinstance(value, bool) or not 0 <= value < _MOST):
-            raise ConfigError(f"{spec.name}: must not be negative, got {value!r}")
+            raise ConfigError(f"{spec.name}: must not be negative or above {_MOST:g}, got {value!r}")

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from openk3.fleet.trace import TraceError
+
+MOST_SECONDS = 1_000_000  # of a constant: no sum of a simulation overflows
+LARGEST_FILE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class PassCosts:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise TraceError(f"{spec.name}: must be a number of seconds, got {str(value)[:40]}")
+            if type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS:
+                raise TraceError(f"{spec.name}: must be 0 to {MOST_SECONDS:,} seconds, got {str(value)[:40]}")
         if not self.pass_s and not self.token_s:
             raise TraceError("pass_s: a pass that takes no time at all; give pass_s or token_s")
 
@@ -68,9 +70,13 @@ K3_RECKONED = PassCosts(pass_s=0.024, token_s=3.3e-5, pair_s=2.3e-10, row_s=7.2e
 def read_costs(path: Path) -> PassCosts:
     """From a JSON file: an object with these constants, or one with it under "costs". Raises TraceError, OSError."""
     try:
-        found = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise ValueError(f"more than {LARGEST_FILE:,} bytes")
+        found = json.loads(text)
         found = found.get("costs", found)
         return PassCosts(**found)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         names = ", ".join(spec.name for spec in dataclasses.fields(PassCosts))
         raise TraceError(f"{path}: needs an object with {names} ({str(error)[:120]})") from None

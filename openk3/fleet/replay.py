@@ -27,6 +27,7 @@ from openk3.fleet.ticket import Outcome as Verdict
 from openk3.fleet.trace import Entry, TraceError
 
 PLAIN_IDS = 256  # the tokens of single bytes come first in every vocabulary of this model's kind
+LAST_PORT = 65_535
 _TOO_LONG = 3600.0  # seconds without a byte
 
 
@@ -178,6 +179,8 @@ class Replay:
 async def model_name(client: httpx.AsyncClient, address: str) -> str:
     """What a server calls its model. Raises TraceError naming the address."""
     try:
+        if (httpx.URL(address).port or 0) > LAST_PORT:  # httpx lets the socket find that, in a group of errors
+            raise ValueError("the port is too large")
         response = await client.get(f"{address}/v1/models")
         return response.raise_for_status().json()["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:

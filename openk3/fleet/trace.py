@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 from openk3.runtime.run_folder import write_atomic
 
 MOST = 2**40  # tokens, and seconds
+MOST_REQUESTS = 10_000_000  # all of a trace are in memory
+LONGEST_LINE = 1 << 20  # bytes
 
 
 class TraceError(ValueError):
@@ -58,10 +60,12 @@ def write_trace(path: Path, entries: Iterable[Entry]) -> None:
 def read_trace(path: Path) -> list[Entry]:
     """Every request, checked. Raises TraceError naming file and line, OSError."""
     entries, turns = list[Entry](), dict[str, Entry]()
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(_lines(path), 1):
         try:
+            if not line.strip() and len(line) <= LONGEST_LINE:
+                continue
+            if len(line) > LONGEST_LINE or len(entries) == MOST_REQUESTS:
+                raise TraceError(f"more than {LONGEST_LINE:,} bytes in a line, or {MOST_REQUESTS:,} requests")
             entry = _entry(json.loads(line))
             _check_order(entry, entries[-1] if entries else None, turns.get(entry.session))
         except (ValueError, RecursionError) as error:
@@ -77,12 +81,16 @@ def scaled(entries: Sequence[Entry], tokens: float = 1.0, seconds: float = 1.0) 
     """The same trace with prompts and answers of so many times their tokens (at least one new), and such times.
 
     Parts keep their ends in common: a history still ends where it did in every prompt of its session. Raises
-    TraceError for factors that are not positive.
+    TraceError for factors that are not positive, and for more tokens or seconds than a trace may have.
     """
     for name, factor in (("tokens", tokens), ("seconds", seconds)):
         if not 0 < factor < MOST:
-            raise TraceError(f"scale of {name}: must be positive, got {factor:g}")
-    return [_scaled(entry, tokens, seconds) for entry in entries]
+            raise TraceError(f"scale of {name}: must be positive and less than {MOST:,}, got {factor:g}")
+    found = [_scaled(entry, tokens, seconds) for entry in entries]
+    largest = max((max(entry.prompt_tokens, entry.answer_tokens, entry.at) for entry in found), default=0)
+    if largest > MOST:
+        raise TraceError(f"a trace with {largest:,.0f} tokens in a request, or seconds; at most {MOST:,}")
+    return found
 
 
 def ceiling(entries: Iterable[Entry]) -> float:
@@ -97,6 +105,15 @@ def ceiling(entries: Iterable[Entry]) -> float:
         known[entry.session] = entry.history_tokens + entry.new_tokens
         systems[entry.system] = max(systems.get(entry.system, 0), entry.system_tokens)
     return cached / total if total else 0.0
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file; the first that is too long comes cut, and is the last: nothing larger is ever in memory."""
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            yield line
+            if len(line) > LONGEST_LINE:
+                return
 
 
 def _scaled(entry: Entry, tokens: float, seconds: float) -> Entry:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openk3.fleet.trace import Entry, TraceError
+from openk3.fleet.trace import MOST, MOST_REQUESTS, Entry, TraceError
 
 CODING, CHAT, BURST = "coding", "chat", "burst"
 _SPREAD = 0.35  # spread (sigma of the logarithm) of what is drawn around a mean
@@ -43,8 +43,14 @@ class Mix:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             counts = ("coding_sessions", "chats_per_second", "bursts", "system_tokens")
-            if not math.isfinite(value) or value < 0 or (not value and spec.name not in counts):
-                raise TraceError(f"{spec.name}: must be positive, got {value}")
+            if not 0 <= value <= MOST or (not value and spec.name not in counts):
+                raise TraceError(f"{spec.name}: must be positive and at most {MOST:,}, got {value}")
+        chats = self.chats_per_second * self.seconds * self.chat_turns
+        count = (
+            self.coding_sessions * (1 + self.seconds / self.coding_pause) + chats + self.bursts * self.burst_requests
+        )
+        if count > MOST_REQUESTS:
+            raise TraceError(f"a mix of {count:,.0f} requests; there can be {MOST_REQUESTS:,}")
 
 
 def make_trace(mix: Mix, seed: int = 0) -> list[Entry]:

@@ -111,6 +111,7 @@ def test_a_peer_that_is_none(tmp_path: Path) -> None:
         (["--mix-requests", "0"], "--mix-requests: must be positive"),
         (["--at-once", "-1"], "--at-once: must be positive"),
         (["--rate", "-1"], "--rate: must not be negative"),
+        (["--rate", "nan"], "--rate: must not be negative"),
         (["--device", "cuda"], "--mix: this measurement is of a CPU"),
         (["--mix", "huge"], "huge: no such recipe"),
     ],

@@ -119,7 +119,12 @@ def test_a_probe_is_fitted_and_written(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["simulate", "--replicas", "0"], "--replicas: must be positive"),
+        (["simulate", "--replicas", "0"], "--replicas: must be 1 to 4,096, got 0"),
+        (["simulate", "--replicas", "100000000"], "--replicas: must be 1 to 4,096"),
+        (["simulate", "--scale-tokens", "1e9"], "at most 1,099,511,627,776"),
+        (["replay", "trace.jsonl"], "URL: name at least one server"),
+        (["probe", "http://127.0.0.1:99999"], "http://127.0.0.1:99999: no server that lists its models"),
+        (["trace", "x.jsonl", "--mix.seconds", "1e300"], "openk3: seconds: must be positive and at most"),
         (["simulate", "--policies"], "--policies: name at least one"),
         (["simulate", "--deaths", "r9:1"], "death of r9: no such replica"),
         (["simulate", "--deaths", "r1:soon"], "--deaths r1:soon: must be NAME:SECOND"),

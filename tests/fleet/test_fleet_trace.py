@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from openk3.fleet.pass_costs import read_costs
 from openk3.fleet.trace import Entry, TraceError, ceiling, read_trace, scaled, write_trace
 from openk3.fleet.trace_mix import BURST, CHAT, CODING, Mix, make_trace
 
@@ -120,3 +121,54 @@ def test_a_mix_of_nothing_is_refused() -> None:
         make_trace(Mix(coding_sessions=0, chats_per_second=0.0, bursts=0))
     with pytest.raises(TraceError, match="chat_pause: must be positive"):
         Mix(chat_pause=0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seconds", 1e300),
+        ("seconds", float("nan")),
+        ("chats_per_second", 1e12),
+        ("coding_sessions", 10**400),
+        ("coding_pause", 1e-300),
+        ("chat_turns", 10**11),
+        ("bursts", 10**11),
+        ("coding_prefix", 2**41),
+    ],
+)
+def test_a_mix_that_nobody_has_room_for_is_refused_at_once(field: str, value: float) -> None:
+    """Before the first request is made, not when memory ends."""
+    with pytest.raises(TraceError, match=f"{field}: |a mix of "):
+        Mix(**{field: value})
+
+
+@pytest.mark.parametrize("filler", [b"x", b" "])
+def test_a_line_that_is_too_long_is_not_read(tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a device without lines; what comes behind it is not taken for a trace that ends there."""
+    monkeypatch.setattr("openk3.fleet.trace.LONGEST_LINE", 1000)
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, [ENTRY])
+    path.write_bytes(path.read_bytes() + filler * 2000)
+    with pytest.raises(TraceError, match=r"trace.jsonl:2: more than 1,000 bytes"):
+        read_trace(path)
+    with pytest.raises(TraceError, match=r"zero:1: more than 1,000 bytes"):
+        read_trace(Path("/dev/zero"))
+
+
+def test_scaled_beyond_what_a_trace_may_hold() -> None:
+    """What would be written could not be read again."""
+    for factors in ((1e11, 1.0), (1.0, 1e12)):
+        with pytest.raises(TraceError, match="at most"):
+            scaled([ENTRY], *factors)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"pass_s": 1e308, "token_s": 1, "pair_s": 1, "row_s": 1}', "[]", '{"costs": 3}', " " * (2 << 20)],
+)
+def test_bad_costs_are_named(tmp_path: Path, text: str) -> None:
+    """Too deep, too large for any sum, no object, too long."""
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=r"costs.json: needs an object"):
+        read_costs(path)
