@@ -13,6 +13,14 @@ from openk3.fleet.ticket import Features
 HEAD_CHARS, HEAD_IDS = 1024, 256  # of a plain prompt: as long as these stay, it is the same session
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _MOST = 2**40
+MOST_VALUES = 2_000_000  # of a body that is looked into: 32 MiB of `{}` are 900 MiB of objects, and two seconds
+
+
+def read_json(data: bytes) -> Any:
+    """A body that is worth it: no conversation that fits a model has more values. Raises ValueError, RecursionError."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MOST_VALUES:
+        raise ValueError("more values than a request has")
+    return json.loads(data)
 
 
 def read_features(path: str, body: Any, tenant: str, config: FleetConfig) -> Features:

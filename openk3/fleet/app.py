@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from openk3.fleet.affinity import read_features
-from openk3.fleet.answer import NOT_SENT, Call
+from openk3.fleet.affinity import read_features, read_json
+from openk3.fleet.answer import NOT_SENT, Call, end_to_end
 from openk3.fleet.checks import Checks
 from openk3.fleet.flight import Flight
 from openk3.fleet.replica_list import ReplicaList
@@ -41,6 +41,7 @@ POSTS = (
 GETS = ("/v1/models/{name:path}", "/tokenizer_info")
 OPEN_GETS = (*FILES, "/openapi.json")  # the same for everybody: a server asks for no key there
 MODELS_SECONDS = 5.0
+MOST_GETS = 64  # at a time, beside the calls that are let in
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -57,7 +58,7 @@ def make_app(router: Router, replicas: ReplicaList) -> Starlette:
         await router.stop()
 
     async def refuse(http: Request, error: Exception) -> Response:
-        return error_response(http.url.path, error if isinstance(error, ApiError) else _of_starlette(error))
+        return error_response(http.scope["path"], error if isinstance(error, ApiError) else _of_starlette(error))
 
     routes = [Route(path, _post(router), methods=["POST"]) for path in POSTS]
     routes += [
@@ -65,7 +66,10 @@ def make_app(router: Router, replicas: ReplicaList) -> Starlette:
         Route("/metrics", _metrics(router), methods=["GET"]),
         Route("/v1/models", _models(router), methods=["GET"]),
     ]
-    routes += [Route(path, _get(router, needs_key=path in GETS), methods=["GET"]) for path in (*GETS, *OPEN_GETS)]
+    routes += [
+        Route(path, _get(router, path.partition("{")[0], needs_key=path in GETS), methods=["GET"])
+        for path in (*GETS, *OPEN_GETS)
+    ]
     doorman = Middleware(Doorman, config=router.config, has_keys=len(router.keys) > 0, render=error_response)
     handlers: Any = {ApiError: refuse, HTTPException: refuse}
     return Starlette(routes=routes, middleware=[doorman], exception_handlers=handlers, lifespan=lifespan)
@@ -80,18 +84,20 @@ def error_response(path: str, error: ApiError) -> JSONResponse:
 
 def _post(router: Router) -> Endpoint:
     async def route(http: Request) -> Response:
-        path, began = http.url.path, time.monotonic()
+        path, began = http.scope["path"], time.monotonic()  # of the route; `http.url` has the client's Host in it
         lease, size = _admit(router, http), _size(http, router.config.max_body_bytes)
 
         def give_back() -> None:
+            nonlocal size
             lease.release()
-            router.num_held -= size
+            router.num_held, size = router.num_held - size, 0
 
         router.num_held += size
         try:
             if router.num_held > router.proxy.body_bytes:
                 raise ApiError(503, "the router is full; try again", code="overloaded", retry_after=1)
             body = await read_body(http, router.config)
+            router.num_held, size = router.num_held - size + len(body), len(body)
             is_stream, features = _read(router, path, body, _tenant(http, lease))
         except BaseException as error:
             give_back()
@@ -110,14 +116,15 @@ def _post(router: Router) -> Endpoint:
     return route
 
 
-def _get(router: Router, *, needs_key: bool) -> Endpoint:
+def _get(router: Router, label: str, *, needs_key: bool) -> Endpoint:
     async def route(http: Request) -> Response:
         if needs_key:
             router.gate.identify(http.headers)
-        path = http.scope.get("raw_path", http.url.path.encode()).decode("latin-1")
+        if len(router.flights) >= router.config.max_open + MOST_GETS:
+            raise ApiError(503, "the router is full; try again", code="overloaded", retry_after=1)
+        path = http.scope.get("raw_path", http.scope["path"].encode()).decode("latin-1")
         features = Features(b"", _tenant(http, None), 1, 0)
         call = Call("GET", path, http.scope["query_string"], http.headers.raw, b"", False, features)
-        label = "/v1/models/" if path.startswith("/v1/models/") else path
         return Flight(router, call, error_response, lambda status: router.metrics.ended(label, status))
 
     return route
@@ -146,16 +153,18 @@ def _models(router: Router) -> Endpoint:
 
     async def ask(name: str, headers: list[tuple[bytes, bytes]]) -> httpx.Response | None:
         try:
-            return await router.client.get(f"{name}/v1/models", headers=headers, timeout=MODELS_SECONDS)
-        except httpx.HTTPError:
+            async with asyncio.timeout(MODELS_SECONDS):
+                return await router.client.get(f"{name}/v1/models", headers=headers, timeout=MODELS_SECONDS)
+        except (httpx.HTTPError, TimeoutError):
             return None
 
     async def models(http: Request) -> Response:
         router.gate.identify(http.headers)
-        headers = [pair for pair in http.headers.raw if pair[0] not in NOT_SENT]
+        headers = end_to_end(http.headers.raw, NOT_SENT)
         names = [name for name, one in router.policy.replicas.items() if one.is_wanted]
         answers = [answer for answer in await asyncio.gather(*(ask(name, headers) for name in names)) if answer]
-        good = [answer.json() for answer in answers if answer.status_code == 200]
+        good = [found for answer in answers if answer.status_code == 200 and (found := listed_models(answer.content))]
+        answers = [answer for answer in answers if 400 <= answer.status_code < 600]
         if not good and answers:  # the replicas' own word: a wrong key, say
             return Response(answers[0].content, answers[0].status_code, media_type="application/json")
         if not good:
@@ -165,13 +174,23 @@ def _models(router: Router) -> Endpoint:
     return models
 
 
-def merged_models(lists: list[Any]) -> list[dict[str, Any]]:
+def listed_models(text: bytes) -> list[dict[str, Any]]:
+    """Those of one replica; what is no list of models lists none."""
+    try:
+        rows = json.loads(text)["data"]
+        return [one for one in rows if isinstance(one, dict) and isinstance(one.get("id"), str)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def merged_models(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Each model once, in the order of its first mention."""
     found: dict[str, dict[str, Any]] = {}
-    for one in (model for answer in lists for model in answer["data"]):
+    for one in (model for listed in lists for model in listed):
         known = found.setdefault(one["id"], dict(one))
-        if "max_model_len" in one:
-            known["max_model_len"] = min(known["max_model_len"], one["max_model_len"])
+        lengths = [length for row in (known, one) if isinstance(length := row.get("max_model_len"), int)]
+        if lengths:
+            known["max_model_len"] = min(lengths)
     return list(found.values())
 
 
@@ -179,7 +198,7 @@ def _admit(router: Router, http: Request) -> Lease:
     try:
         return router.gate.admit(http.headers)
     except ApiError as error:
-        router.metrics.refused[http.url.path, error.status] += 1
+        router.metrics.refused[http.scope["path"], error.status] += 1
         raise
 
 
@@ -201,7 +220,7 @@ def _read(router: Router, path: str, data: bytes, tenant: str) -> tuple[bool, Fe
     """Whether the answer streams, and what the policy has to know."""
     fleet = router.policy.config
     try:
-        body = json.loads(data)
+        body = read_json(data)
         is_stream = isinstance(body, dict) and body.get("stream") is True
         return is_stream, read_features(path, body, tenant, fleet)
     except (ValueError, RecursionError):  # the replica says what is wrong with it

@@ -50,7 +50,7 @@ def make_app(service: Service) -> FastAPI:
     add_page(app)
 
     async def refuse(http: Request, error: Exception) -> Response:
-        return error_response(http.url.path, error if isinstance(error, ApiError) else _of_starlette(error))
+        return error_response(http.scope["path"], error if isinstance(error, ApiError) else _of_starlette(error))
 
     app.add_exception_handler(ApiError, refuse)
     app.add_exception_handler(HTTPException, refuse)

@@ -382,7 +382,7 @@ def test_bodies_under_way_are_bounded_together() -> None:
 
 def test_models_are_merged() -> None:
     """Each once, with the smallest context."""
-    one = {"data": [{"id": "a", "max_model_len": 10}, {"id": "b", "max_model_len": 7}]}
-    two = {"data": [{"id": "c"}, {"id": "a", "max_model_len": 5}]}
+    one = [{"id": "a", "max_model_len": 10}, {"id": "b", "max_model_len": 7}]
+    two = [{"id": "c"}, {"id": "a", "max_model_len": 5}]
     assert merged_models([one, two]) == [{"id": "a", "max_model_len": 5}, {"id": "b", "max_model_len": 7}, {"id": "c"}]
     assert json.loads(json.dumps(merged_models([]))) == []

@@ -15,11 +15,25 @@ from typing import Any
 
 import httpx
 import pytest
-from live_fleet import CHAT, STREAM, Act, Asked, LiveRouter, Scripted, answer, chunk, live_router, piece, scripted
+from live_fleet import (
+    CHAT,
+    STREAM,
+    Act,
+    Asked,
+    LiveRouter,
+    Scripted,
+    answer,
+    chunk,
+    live_router,
+    piece,
+    scripted,
+    wait_for,
+)
 from live_server import parse_events
 
 from openk3.config.fleet import CostClass, FleetConfig, ProxyConfig
 from openk3.config.model import ConfigError
+from openk3.fleet import affinity, app
 from openk3.fleet.admission import IDLE_TENANTS, FairQueue
 from openk3.fleet.answer import end_to_end, faults, is_own_lack
 from openk3.fleet.checks import Checks
@@ -349,3 +363,83 @@ def test_a_whole_answer_that_trickles_is_left_by_a_time_limit() -> None:
         response = live.post(CHAT, {})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "replica_lost")
         live.wait_until_idle()
+
+
+def test_names_of_routes_are_not_the_clients_to_choose() -> None:
+    """Neither by Host nor by how a path is written: /metrics would grow without end."""
+    with scripted(told) as [replica], live_router([replica.url]) as live:
+        for path in ("/%63hat.js", "/cha%74.js", "/chat.js"):
+            assert send(live, f"GET {path} HTTP/1.1")[0] == 200
+        assert send(live, "GET /v1/models/%61 HTTP/1.1")[0] == 200
+        live.wait_until_idle()
+        assert live.metric('calls_total{route="/chat.js",status="200"}') == 3
+        assert live.metric('calls_total{route="/v1/models/",status="200"}') == 1
+        assert "%" not in live.get("/metrics").text
+
+
+def test_open_routes_have_a_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no key, and take two connections each."""
+    monkeypatch.setattr(app, "MOST_GETS", 0)
+
+    async def hangs(own: Scripted, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await own.until_gone(asked)
+
+    with scripted(hangs) as [replica], live_router([replica.url], max_open=1) as live:
+        with socket.create_connection(("127.0.0.1", live.server.port), timeout=60) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            wait_for(lambda: replica.asked)
+            assert live.get("/").status_code == 503
+        live.wait_until_idle()
+
+
+def test_a_body_of_unknown_length_holds_what_it_has() -> None:
+    """Not what it might have had, for as long as its answer takes."""
+    may_end = threading.Event()
+
+    async def waits(_: Scripted, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + piece(chunk("one")))
+        while not may_end.is_set():
+            await asyncio.sleep(0.01)
+        writer.write(piece(b""))
+
+    proxy = ProxyConfig(check_every_seconds=0.05, body_bytes=2500)
+    with scripted(waits) as [replica], live_router([replica.url], proxy=proxy, max_body_bytes=2000) as live:
+        json_type = {"content-type": "application/json"}
+        with httpx.stream("POST", live.url + CHAT, content=iter([b"{}"]), headers=json_type, timeout=60) as response:
+            next(response.iter_raw())
+            assert live.router.num_held == 2
+            may_end.set()
+            assert httpx.post(live.url + CHAT, content=iter([b"{}"]), headers=json_type, timeout=60).status_code == 200
+        live.wait_until_idle()
+        assert live.router.num_held == 0
+
+
+def test_replicas_that_list_no_models_break_nothing() -> None:
+    """No JSON, no list, rows that are none: what the others list is told; of none, that there is none."""
+    words = (
+        b"{",
+        b"[]",
+        b'{"data": 1}',
+        b'{"data": [1, {"id": []}, {"id": "a", "max_model_len": "x"}]}',
+        b"[" * 100_000,
+    )
+    acts = [says(answer(word)) for word in words]
+    with scripted(*acts, says(answer(b"", 302, location="http://evil.example/"))) as replicas:
+        with live_router([one.url for one in replicas]) as live:
+            assert live.get("/v1/models").json()["data"] == [{"id": "a", "max_model_len": "x"}]
+        with live_router([replicas[0].url, replicas[-1].url]) as live:
+            response = live.get("/v1/models")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_replica")
+
+
+def test_a_body_of_millions_of_values_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on as it is; the router would stand still while it makes objects of it."""
+    monkeypatch.setattr(affinity, "MOST_VALUES", 100)
+    assert affinity.read_json(b'{"a": [1, 2]}') == {"a": [1, 2]}
+    body = b'{"messages": [' + b",".join([b"{}"] * 60) + b"]}"
+    with pytest.raises(ValueError, match="values"):
+        affinity.read_json(body)
+    with scripted(told) as [replica], live_router([replica.url]) as live:
+        json_type = {"content-type": "application/json"}
+        assert httpx.post(live.url + CHAT, content=body, headers=json_type, timeout=60).status_code == 200
+        assert replica.asked[0].body == body and live.metric("sessions") == 0
