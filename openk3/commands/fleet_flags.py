@@ -48,6 +48,7 @@ class FleetSimulate:
     example: openk3 fleet simulate agents.jsonl --replicas 16 --deaths r3:600:900
 
     example: openk3 fleet simulate agents.jsonl --scale-tokens 0.0125 --costs costs.json --shape.capacity 40000
+    --shape.block 16 --shape.page 48 --shape.state 48 --shape.step-tokens 512
     """
 
     trace: Positional[
