@@ -67,12 +67,14 @@ class ActivationPolicy:
         first, *rest = [part.strip() for part in text.split(",")]
         if "=" in first:
             first, rest = "none", [first, *rest]
+        if first == AUTO:
+            raise ConfigError(f"activations: {AUTO} chooses every group itself; give it alone, or a preset")
         if first not in PRESETS:
             choices = ", ".join((*PRESETS, AUTO))
             raise ConfigError(f"activations: {first!r} is none of {choices}, nor a list of GROUP=HOW")
         values = dict(PRESETS[first])
         for part in rest:
-            name, equals, held = part.partition("=")
+            name, equals, held = (word.strip() for word in part.partition("="))
             if not equals or name not in HOLDS:
                 raise ConfigError(f"activations: {part!r} is not GROUP=HOW; groups are {', '.join(HOLDS)}")
             values[name] = held

@@ -48,6 +48,7 @@ def test_changes_of_a_preset() -> None:
         ("full,layer_inputs=fp8", "with mixer=recompute, layer inputs must not come from FP8"),
         ("ffn=recompute,layer_inputs=recompute,depth_sources=fp8", "with ffn=recompute, layer inputs must not"),
         ("", "'' is none of"),
+        ("auto,mixer=keep", "auto chooses every group itself; give it alone"),
     ],
 )
 def test_errors_name_what_is_wrong(text: str, message: str) -> None:
@@ -57,6 +58,11 @@ def test_errors_name_what_is_wrong(text: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="activations: "):
         dataclasses.replace(recipes.pretrain("tiny"), activations=text)
+
+
+def test_blanks_mean_nothing() -> None:
+    """Between words."""
+    assert ActivationPolicy.parse(" none , mixer = recompute ") == ActivationPolicy(mixer="recompute")
 
 
 def test_runs_keep_it() -> None:
