@@ -68,7 +68,7 @@ class FleetSimulate:
     scale_tokens: float = 1.0
     """Make the trace's prompts and answers so many times as long; budgets too."""
     scale_seconds: float = 1.0
-    """Let its requests come so many times as slowly."""
+    """Multiply the times between requests: below 1 they come sooner."""
     patience_seconds: Annotated[float | None, unset("FLOAT", "the router's")] = None
     """Time that a request waits for the replica with its prefix."""
     queue_seconds: Annotated[float | None, unset("FLOAT", "the router's")] = None
@@ -99,7 +99,7 @@ class FleetReplay:
     scale_tokens: float = 1.0
     """Make prompts and answers so many times as long; budgets too."""
     scale_seconds: float = 1.0
-    """Let requests come so many times as slowly."""
+    """Multiply the times between requests: below 1 they come sooner."""
     out: Out = None
     """JSON file to write, with a row for each request."""
     json: bool = False

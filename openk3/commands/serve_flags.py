@@ -50,7 +50,7 @@ class Serve:
     draft: Literal["off", "mtp", "ngram"] = "off"
     """Guess tokens ahead, by the MTP layer or by what followed before: the same answers, single ones faster."""
     context: Annotated[int, unset("TOKENS", "the model's")] = 0
-    """Longest prompt and answer together."""
+    """Longest prompt and answer together, at most what the model has."""
     step_tokens: int = 2048
     """Most tokens in one pass of the model: long ones delay running answers."""
     max_requests: int = 256
