@@ -14,6 +14,7 @@ from openk3.config.http import LOOPBACK, ServerConfig
 from openk3.serve.errors import ApiError
 
 LOG = logging.getLogger(__name__)
+MOST_HEAD_BYTES = 48 * 1024  # the HTTP library takes 64 KiB, or more if it comes at once
 
 
 class Doorman:
@@ -41,7 +42,7 @@ class Doorman:
             await send(message)
 
         headers = Headers(scope=scope)
-        error = _two_lengths(headers) or (None if self._has_keys else self._foreign(headers))
+        error = _no_request(scope, headers) or (None if self._has_keys else self._foreign(headers))
         if error is None:
             try:
                 await self._app(scope, receive, watched)
@@ -66,8 +67,13 @@ class Doorman:
         return None
 
 
-def _two_lengths(headers: Headers) -> ApiError | None:
-    """A body whose length is told in two ways may be two requests to a proxy before this server."""
+def _no_request(scope: Scope, headers: Headers) -> ApiError | None:
+    """A body whose length is told in two ways may be two requests to a proxy before this server; and a head that one
+    server takes, because it came at once, may break the one behind it.
+    """
+    size = sum(len(name) + len(value) + 4 for name, value in headers.raw)
+    if size + len(scope.get("raw_path", b"")) + len(scope["query_string"]) > MOST_HEAD_BYTES:
+        return ApiError(431, f"headers: more than {MOST_HEAD_BYTES:,} bytes with the address", param="headers")
     if "content-length" in headers and "transfer-encoding" in headers:
         return ApiError(400, "headers: Content-Length and Transfer-Encoding exclude each other", param="headers")
     return None

@@ -19,6 +19,7 @@ _KINDS = {
     415: ("invalid_request_error", "invalid_request_error"),
     421: ("permission_error", "permission_error"),
     429: ("rate_limit_error", "rate_limit_error"),
+    431: ("request_too_large", "request_too_large"),
     500: ("server_error", "api_error"),
     503: ("overloaded_error", "overloaded_error"),
 }
