@@ -114,5 +114,6 @@ def proxy_config(flags: Route) -> ProxyConfig:
 
 def greeting(router: Router, listener: socket.socket) -> str:
     """Where it listens, and who may use it."""
-    who = f"{len(router.keys)} API keys" if len(router.keys) else "no API keys: whoever reaches it may use it"
+    count = len(router.keys)
+    who = f"{count} API key{'s' * (count > 1)}" if count else "no API keys: whoever reaches it may use it"
     return f"router at {shown_address(listener)}/v1\n  {who}; Ctrl-C stops it when answers have ended"

@@ -134,7 +134,8 @@ def greeting(service: Service, listener: socket.socket) -> str:
     address = shown_address(listener)
     pages = service.thread.config.cache
     size = pages.num_pages * pages.pages.page_bytes / GIB
-    who = f"{len(service.keys)} API keys" if len(service.keys) else "no API keys: whoever reaches it may use it"
+    count = len(service.keys)
+    who = f"{count} API key{'s' * (count > 1)}" if count else "no API keys: whoever reaches it may use it"
     return (
         f"{service.config.model_name} at {address}/v1\n"
         f"  chat at {address}/; context {service.context:,} tokens, cache {size:.2f} GiB, {who};"

@@ -92,6 +92,6 @@ class Checks:
                 return
         replica = self._policy.replicas.get(name)
         if replica is not None and replica.checked(is_good, is_draining=is_draining):
-            LOG.warning("%s is %s", name, replica.state)
+            LOG.log(logging.INFO if replica.state == "healthy" else logging.WARNING, "%s is %s", name, replica.state)
             if replica.state == "failed":
                 self._router.abandon(name)

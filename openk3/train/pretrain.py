@@ -86,9 +86,14 @@ def _resume(state: TrainState, run: RunFolder) -> None:
         extend(state)  # a planned number of steps is part of the state
     else:
         state.total_steps = config.steps
-    log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
-    if state.step >= state.total_steps:
-        log.info("nothing left to train: steps and minutes count from the start of the run, so name more of them")
+    if state.step < state.total_steps:
+        log.info("resuming at step %d of %d from %s", state.step, state.total_steps, saved)
+        return
+    log.info(
+        "nothing left to train: the run is at step %d and was to have %d; steps and minutes count from its start",
+        state.step,
+        state.total_steps,
+    )
 
 
 def export(state: TrainState, run: RunFolder, tokenizer: Tokenizer) -> None:
@@ -256,7 +261,8 @@ class _Loop:
     def _bar(self) -> tqdm:
         interval = 0.5 if sys.stderr.isatty() else 10.0  # a log file needs no animation
         total, step = self.state.total_steps, self.state.step
-        return tqdm(total=total, initial=step, unit="step", dynamic_ncols=True, mininterval=interval)
+        done = step >= total
+        return tqdm(total=total, initial=step, unit="step", dynamic_ncols=True, mininterval=interval, disable=done)
 
     def _show(self, bar: tqdm, values: dict[str, float]) -> None:
         bar.total = self.state.total_steps

@@ -105,7 +105,7 @@ def test_a_router_lives_and_drains(tmp_path: Path) -> None:
         line = process.stderr.readline()
         found = re.match(r"router at (http://127.0.0.1:\d+)/v1$", line)
         assert found, line + process.stderr.read()
-        assert "1 API keys" in process.stderr.readline()
+        assert "1 API key;" in process.stderr.readline()
         url, headers = found.group(1), {"authorization": "Bearer sk-0123456789abcdef"}
         assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "no_replica"}
         assert httpx.get(f"{url}/metrics", timeout=60).status_code == 401

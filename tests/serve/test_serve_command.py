@@ -81,7 +81,7 @@ def test_a_server_lives_and_drains(tiny_run: Path, tmp_path: Path) -> None:
         found = re.match(r"(\S+) at (http://127.0.0.1:\d+)/v1$", line)
         assert found, line + process.stderr.read()
         name, url = found.groups()
-        assert "1 API keys" in process.stderr.readline()
+        assert "1 API key;" in process.stderr.readline()
         headers = {"authorization": "Bearer sk-0123456789abcdef"}
         body = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "stream": True}
         assert httpx.get(f"{url}/metrics", headers=headers, timeout=60).text.count("openk3_outer_bytes") == 3
