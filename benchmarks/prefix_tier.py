@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -19,12 +17,14 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 
 from openk3 import recipes  # noqa: E402
+from openk3.commands.fleet import conditions  # noqa: E402
 from openk3.config.outer_tier import TierConfig  # noqa: E402
 from openk3.config.serve import CacheConfig, EngineConfig  # noqa: E402
 from openk3.engine.block_pool import PageKind  # noqa: E402
 from openk3.engine.engine import Engine  # noqa: E402
 from openk3.engine.request import Request, SamplingParams  # noqa: E402
 from openk3.model.k3 import K3  # noqa: E402
+from openk3.runtime.run_folder import write_json  # noqa: E402
 
 
 @dataclass
@@ -135,9 +135,9 @@ def main() -> None:
         facts = f"{facts}  {row.num_bytes / 1e6:6.1f} MB outside"
         print(f"{row.work:38} {row.seconds:9.3f} s  {facts}")
     if options.out is not None:
-        data: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        data = conditions("prefix tier") | {"torch": torch.__version__, "threads": torch.get_num_threads()}
         data |= {"prefix": options.prefix, "new": options.new, "rows": [asdict(row) for row in rows]}
-        options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, data)
 
 
 if __name__ == "__main__":

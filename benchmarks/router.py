@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from openk3.commands.fleet import conditions  # noqa: E402
 from openk3.runtime.run_folder import write_json  # noqa: E402
 
 PATH = "/v1/chat/completions"
@@ -160,9 +160,7 @@ def main() -> None:
     for one in rows:
         print(one)
     if flags.out:
-        machine = f"{os.cpu_count()} cores, {platform.machine()}"
-        data = {"hardware": machine, "python": platform.python_version(), "rows": [asdict(one) for one in rows]}
-        write_json(flags.out, data)
+        write_json(flags.out, conditions("router") | {"rows": [asdict(one) for one in rows]})
 
 
 if __name__ == "__main__":
