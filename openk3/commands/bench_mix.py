@@ -7,6 +7,7 @@ which most share a prefix, with the prefix cache and without. Seconds are by the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -186,11 +187,9 @@ class Peer:
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # a peer that has ended answers nothing, which is an error below
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # said below
         answer = self._process.stdout.readline()
         if not answer:
             raise UserError("--peer-python: the peer ended; it needs torch and a transformers that has kimi_linear")
