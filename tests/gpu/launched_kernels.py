@@ -223,6 +223,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "kda": partial(run_kda, Case((2048,), H=96)),
     "kda_packed": partial(run_kda, Case((700, 0, 333), H=96)),
     "kda_cut": partial(run_kda, Case((40000,), H=2)),  # among multiprocessors
+    "kda_long": partial(run_kda, Case((40000,), H=12)),  # few heads, more tiles than a slab
     "kda_uneven": partial(run_kda, Case((8192, 100), H=12)),
     "kda_decode": run_decoding,
     "convolutions": run_convolutions,

@@ -51,6 +51,8 @@ class Pointer(NamedTuple):
     memory: Tensor
     place: Tensor
 
+    dtype = property(lambda self: types.SimpleNamespace(element_ty=self.memory.dtype))
+
     def __add__(self, other: Any) -> Pointer:  # type: ignore[override]
         return Pointer(self.memory, self.place + plain(other))
 
@@ -76,7 +78,7 @@ class Shared:
         """One of several buffers."""
         return Shared(self.data[int(i)])
 
-    def slice(self, start: Any, length: int, dim: int) -> Shared:
+    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
         """Part of a buffer."""
         return Shared(self.data.narrow(dim, int(start), length))
 
@@ -95,6 +97,9 @@ class Shared:
     def store(self, x: Tensor) -> None:
         """From registers."""
         self.data.copy_(plain(x))
+
+    def _keep_alive(self) -> None:
+        """Nothing: no memory is ever given to somebody else here."""
 
 
 class Barrier:
@@ -140,6 +145,9 @@ class Barriers:
 
     shape = property(lambda self: [len(self.all), 1])
 
+    def _keep_alive(self) -> None:
+        """Nothing, as of shared memory."""
+
     def index(self, i: Any) -> Barriers:
         """One of them."""
         one = Barriers(0)
@@ -154,7 +162,8 @@ class Descriptor:
 
     def __init__(self, data: Tensor, block: Sequence[int]) -> None:
         self.data = data
-        self.block_type = types.SimpleNamespace(shape=list(block))
+        self.block_shape = list(block)
+        self.block_type = types.SimpleNamespace(shape=self.block_shape)
 
     def inside(self, place: Sequence[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """What of a block lies inside the tensor: there, and in the block."""
@@ -197,21 +206,23 @@ def operand(x: Any) -> Tensor:
 class Machine:
     """One module's kernels, with what went wrong in `faults`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *pieces: Path) -> None:
+        """`pieces`: modules whose functions those of `path` call."""
         self.faults: list[str] = []
         self.pool = ThreadPoolExecutor(4)
-        text = re.sub(
-            r"from triton\.experimental\S* import (\([^)]*\)|[^\n]*)\n", "\n", path.read_text(encoding="utf-8")
-        )
         self.names: dict[str, Any] = {"__name__": "interpreted"} | self.functions()
-        exec(compile(text, str(path), "exec"), self.names)
+        known = "|".join([r"triton\.experimental\S*", *(rf"openk3\S*\.{piece.stem}" for piece in pieces)])
+        for source in (*pieces, path):
+            text = re.sub(rf"from ({known}) import (\([^)]*\)|[^\n]*)\n", "\n", source.read_text(encoding="utf-8"))
+            exec(compile(text, str(source), "exec"), self.names)
 
     def launch(self, name: str, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
         """Run a kernel's programs one after the other; tensors become pointers."""
         given = [Pointer.to(x) if isinstance(x, Tensor) else x for x in arguments]
         for program in range(programs):
-            _here.program, _here.programs = program, programs
+            _here.program, _here.programs, _here.products, _here.copies = program, programs, [], []
             self.names[name](*given, **constants)
+            self.wait_sent(0)
 
     def functions(self) -> dict[str, Any]:
         """Everything that sources import from Gluon."""
@@ -231,6 +242,7 @@ class Machine:
             "mbarrier": barrier,
             "tma": copies,
             "fence_async_shared": lambda: None,
+            "mma_v2": lambda left, right, sums: value(operand(left) @ operand(right) + plain(sums)),
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_products,
         }
@@ -328,9 +340,14 @@ def _store(at: Pointer, x: Any, mask: Any = None) -> None:
     at.memory[at.place[mask]] = x[mask]
 
 
-def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Shared | Barriers:
+def _allocate(dtype: torch.dtype, shape: Sequence[Any], layout: Any, x: Any = None) -> Shared | Barriers:
     sizes = [int(n) for n in shape]
-    return Barriers(sizes[0]) if dtype == torch.int64 else Shared(torch.full(sizes, float("nan"), dtype=dtype))
+    if dtype == torch.int64:
+        return Barriers(sizes[0])
+    found = Shared(torch.full(sizes, float("nan"), dtype=dtype))
+    if x is not None:
+        found.store(x)
+    return found
 
 
 def _assembly(code: str, constraints: str, arguments: Sequence[Any], *_: Any) -> Any:
@@ -341,7 +358,7 @@ def _assembly(code: str, constraints: str, arguments: Sequence[Any], *_: Any) ->
 
 
 LANGUAGE: dict[str, Any] = {
-    "constexpr": object,
+    "constexpr": lambda x: x,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "int32": torch.int32,
@@ -355,15 +372,25 @@ LANGUAGE: dict[str, Any] = {
     "zeros": lambda shape, dtype, layout=None: value(torch.zeros(*shape, dtype=dtype)),
     "full": lambda shape, x, dtype, layout=None: value(torch.full(tuple(shape), x, dtype=dtype)),
     "zeros_like": lambda x: value(torch.zeros_like(plain(x))),
-    "convert_layout": lambda x, layout: x,
+    "convert_layout": lambda x, layout, assert_trivial=False: x,
+    "thread_barrier": lambda: None,
+    "associative_scan": lambda x, axis, combine: value(plain(x).cumsum(axis)),  # only sums are asked for
     "where": lambda condition, a, b: value(torch.where(plain(condition), *_pair(a, b))),
     "maximum": lambda a, b: value(torch.maximum(*_pair(a, b))),
     "minimum": lambda a, b: value(torch.minimum(*_pair(a, b))),
     "max": lambda x, axis: value(plain(x).amax(axis)),
     "sum": lambda x, axis: value(plain(x).sum(axis)),
-    "log2": lambda x: value(plain(x).log2()),
     "load": _load,
     "store": _store,
     "allocate_shared_memory": _allocate,
     "inline_asm_elementwise": _assembly,
-} | dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout"), lambda *_: None)
+}
+
+
+def _elementwise(name: str) -> Callable[[Any], Value]:
+    return lambda x: value(getattr(torch, name)(plain(x)))
+
+
+LANGUAGE |= {name: _elementwise(name) for name in ("exp2", "log2", "abs", "ceil", "rsqrt")}
+_LAYOUTS = ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout", "SwizzledSharedLayout")
+LANGUAGE |= dict.fromkeys(_LAYOUTS, lambda *_: None)

@@ -18,6 +18,7 @@ from openk3.ops.kda.fused import Forward, fused_forward, split_tiles
 from openk3.ops.kda.prepare_kernel import Workspace, prepare
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
 from openk3.ops.kda.tiles import Span, Tiles, tile_table
+from openk3.ops.kda.workspace import kept
 
 LENGTHS = [33, 0, 7, 70, 0]
 FIELDS = ("nkd", "qd", "kr", "inv", "mqk", "decay", "beta")
@@ -78,7 +79,7 @@ def test_prepare_of_rows_that_are_nearly_zero(chunk: int) -> None:
 
 
 def test_prepare_rounds_with_care() -> None:
-    """In bfloat16: what rounding takes from an entry of the inverse, the next one has; kr keeps apart what it loses."""
+    """In bfloat16: what rounding takes from an entry of the inverse, the next one has; what is lost is kept."""
     inputs = kda_inputs([64], H=2, K=16)
     inputs["k"] = inputs["k"][:1] + 0.01 * inputs["k"]
     inputs["beta_logit"], inputs["decay_logit"] = inputs["beta_logit"] + 6, inputs["decay_logit"] - 14
@@ -87,13 +88,15 @@ def test_prepare_rounds_with_care() -> None:
     exact = inputs | {"q": q.double(), "k": k.double(), "decay_logit": logit.double(), "beta_logit": beta.double()}
     want = exact_prepare(tile_rows(exact, Cut.of([64], 32)))
     span = tile_table((0, 64), q.device).sequences()
-    got = prepare(q, k, logit, beta, gate, span=span, backward=True)
+    got = prepare(q, k, logit, beta, gate, span=span, rests=kept(1))
     assert off(got.inv, want.inv) < 3e-3
     sums = (want.inv.bfloat16().double() - want.inv).sum(2), (got.inv.double() - want.inv).sum(2)
     assert sums[1].norm() < 0.2 * sums[0].norm()
-    assert got.kr_rest is not None and off(got.kr, want.kr) > 1e-3
-    assert off(got.kr.double() + got.kr_rest.double(), want.kr) < 2e-5
-    assert prepare(q, k, logit, beta, gate, span=span).kr_rest is None
+    for name in ("kr", "nkd", "qd", "inv"):
+        both = getattr(got, name).double() + getattr(got, f"{name}_rest").double()
+        assert off(getattr(got, name), getattr(want, name)) > 1e-3 and off(both, getattr(want, name)) < 2e-5, name
+    bare = prepare(q, k, logit, beta, gate, span=span)
+    assert all(getattr(bare, name) is None for name in kept(1)) and torch.equal(bare.inv, got.inv)
 
 
 def test_scan_outputs() -> None:
@@ -135,7 +138,7 @@ def test_states_for_gradients_add_up_in_two_parts() -> None:
     span = tile_table((0, 160), q.device).sequences()
     errors = []
     for backward in (False, True):
-        narrow = prepare(q, k, logit, beta, gate, span=span, backward=backward)
+        narrow = prepare(q, k, logit, beta, gate, span=span, rests=("kr_rest",) if backward else ())
         got = ScanOutputs(r=torch.empty_like(v), states=torch.empty(want.shape, dtype=v.dtype))
         scan(narrow, v, span, state, got)
         assert got.states is not None
@@ -160,6 +163,30 @@ def test_writes_for_gradients_add_up_in_two_parts() -> None:
     scan(Workspace(**narrow, kr_rest=rest), v, span, inputs["state"].float(), got)
     assert got.r is not None and got.r_rest is not None
     assert off(got.r, want) > 1e-3 and off(got.r.double() + got.r_rest.double(), want) < 2e-5
+
+
+def few_heads_workspace(space: Exact) -> Workspace:
+    """An exact workspace in bfloat16 with all that rounding leaves of it."""
+    names = ("nkd", "qd", "kr", "inv", "mqk")
+    narrow = {name: getattr(space, name).bfloat16().contiguous() for name in names}
+    narrow |= {x: (getattr(space, x[:-5]) - narrow[x[:-5]].double()).bfloat16().contiguous() for x in kept(1)}
+    return Workspace(**narrow, decay=space.decay.float().contiguous(), beta=space.beta.float().contiguous())
+
+
+def test_few_heads_lose_nothing_on_the_way() -> None:
+    """With keys, kr and the inverse in two parts, so are the writes and states."""
+    inputs = kda_inputs([160], H=2, K=16, V=32)
+    inputs["decay_logit"] = inputs["decay_logit"] - 14
+    inputs["v"] = inputs["v"].bfloat16().double()
+    cut = Cut.of([160], 32)
+    space = exact_prepare(tile_rows(inputs, cut))
+    _, want, states, _ = forward_scan(space, inputs["v"], inputs["state"], cut)
+    v, span = inputs["v"].bfloat16(), table([160]).sequences()
+    writes, found = torch.zeros(2, *v.shape, dtype=v.dtype), torch.zeros(2, *states.shape, dtype=v.dtype)
+    outputs = ScanOutputs(r=writes[0], r_rest=writes[1], states=found[0], states_rest=found[1])
+    scan(few_heads_workspace(space), v, span, inputs["state"].float(), outputs)
+    assert off(writes[0], want) > 1e-3 and off(writes.double().sum(0), want) < 2e-5
+    assert off(found[0], states) > 1e-3 and off(found.double().sum(0), states) < 2e-5
 
 
 def test_maps_and_fold() -> None:

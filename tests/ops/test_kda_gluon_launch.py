@@ -18,7 +18,7 @@ from openk3.ops.kda import gluon_launch, prepare_gluon, prepare_kernel  # noqa: 
 from openk3.ops.kda.gluon_launch import fits, launch, matrix, tiles_of  # noqa: E402
 from openk3.ops.kda.prepare_kernel import prepare  # noqa: E402
 from openk3.ops.kda.tiles import tile_table  # noqa: E402
-from openk3.ops.kda.workspace import CutWorkspace, Workspace  # noqa: E402
+from openk3.ops.kda.workspace import CutWorkspace, Workspace, kept  # noqa: E402
 
 
 class Kernel:
@@ -153,14 +153,14 @@ def test_prepare_in_gluon_gets_logits_as_a_matrix_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=100))
     monkeypatch.setattr(gluon_launch, "launch", lambda *arguments: seen.append(arguments))
     q, k, z = rows(), rows(), rows()
-    prepare_gluon.launch((q, k, z, *range(17)), 9, K=128, C=32)
+    prepare_gluon.launch((q, k, z, *range(20)), 9, K=128, C=32)
     ((kernel, programs, values, constants, _),) = seen
     names = [p.name for p in kernel.params]
     assert programs == 3 and names == [*names[: len(values)], *constants]
     named = dict(zip(names, values))
     assert named["q_ptr"] is q and named["k_ptr"] is k and named["logit_ptr"] is z and named["logit_d"].base is z
     assert named["logit_d"].shape == (70, 384) and named["logit_d"].block == (32, 128)
-    assert list(values[4:]) == [*range(17), 9, 1200] and names[4] == "beta_logit_ptr"
+    assert list(values[4:]) == [*range(20), 9, 1200] and names[4] == "beta_logit_ptr"
     assert names[len(values) - 2 : len(values)] == ["total", "ahead"]
 
 
@@ -209,7 +209,7 @@ def test_arguments_in_groups_are_those_that_they_stand_for(monkeypatch: pytest.M
 
     monkeypatch.setattr(gluon_launch, "make_tensordesc_arg", encode)
     monkeypatch.setattr(gluon_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=abs)))
-    cut = [CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rest=True) for _ in range(2)]
+    cut = [CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rests=("kr_rest",)) for _ in range(2)]
     v = torch.zeros(64, 384, dtype=torch.bfloat16)
     for rest in (True, False):
         monkeypatch.setattr(gluon_launch, "_encodings", {})
@@ -218,7 +218,7 @@ def test_arguments_in_groups_are_those_that_they_stand_for(monkeypatch: pytest.M
         for w in (*cut, *cut):
             plain = Workspace(w.nkd, w.qd, w.kr, w.inv, w.mqk, w.decay, w.beta, w.kr_rest)
             for given in (w, plain):
-                compiled.run(7, 0, [*tiles_of(given, rest=rest), matrix(v, 384, (32, 128)), 5], [128])
+                compiled.run(7, 0, [*tiles_of(given, ("kr_rest",), rest=rest), matrix(v, 384, (32, 128)), 5], [128])
             assert passed[-1] == passed[-2] and len(passed[-1]) == 4 + 5 * len(names) + (0 if rest else 1) + 2
             assert passed[-1][4:7] == (f"0 at {w.nkd.data_ptr()}", 192, 128)
             assert passed[-1][-7:] == (f"{len(names) - 1} at {v.data_ptr()}", 64, 384, 384, 1, 5, 128)
@@ -229,13 +229,14 @@ def test_arguments_in_groups_are_those_that_they_stand_for(monkeypatch: pytest.M
 
 def test_a_workspace_is_cut_into_tensors_that_do_not_meet() -> None:
     """All of both allocations, each tensor aligned for the copy engine."""
-    w = CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rest=True)
-    names = ("nkd", "qd", "kr", "inv", "mqk", "kr_rest", "decay", "beta")
+    w = CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rests=kept(1))
+    names = ("nkd", "qd", "kr", "inv", "mqk", *kept(1), "decay", "beta")
     for number, name in enumerate(names):
         getattr(w, name).fill_(number)
     assert all((getattr(w, name) == number).all() for number, name in enumerate(names))
     assert sum(getattr(w, name).numel() for name in names) == w.narrow.numel() + w.wide.numel()
     assert w.movable and w.sizes == workspace().sizes == (2, 3, 32, 128)
-    assert CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rest=False).kr_rest is None
+    assert all(getattr(w, name).data_ptr() % 16 == 0 for name in names)
+    assert CutWorkspace((2, 3, 32, 128), torch.bfloat16, torch.device("cpu"), rests=()).kr_rest is None
     with pytest.raises(AttributeError):
         w.nothing  # noqa: B018

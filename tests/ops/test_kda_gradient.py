@@ -23,6 +23,7 @@ def both(
     *,
     size: float = 1.0,
     parts: int = 2,
+    fine: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients by the kernel, in poisoned memory, and by the formulas; those of outputs are random of this size.
 
@@ -33,6 +34,7 @@ def both(
     o, writes, states, final = forward_scan(space, inputs["v"], inputs["state"], cut)
     generator = torch.Generator().manual_seed(1)
     d_o, d_final = (torch.randn(x.shape, generator=generator, dtype=torch.float64) * size for x in (o, final))
+    d_o = d_o.to(dtype).double()
     d_v, d_states, _ = reverse_scan(space, d_o, d_final, cut)
     want = tile_gradients(inputs, Scanned(states, d_states, writes, d_v, d_o), cut)
     bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
@@ -42,11 +44,15 @@ def both(
     rest = [None if dtype == torch.float32 else (x - x.to(dtype)).to(dtype).contiguous() for x in (writes, d_states)]
     if parts == 1:
         rest = [None if x is None else torch.zeros_like(x) for x in rest]
+    if fine and dtype != torch.float32:
+        rest.append((states - states.to(dtype)).to(dtype).contiguous())
     scanned = gradient_kernel.Scanned(*narrow, along.float().contiguous(), *rest)
     tokens = tuple(inputs[name].to(dtype) for name in TOKENS)
     out = gradient_kernel.TokenGradients(*(torch.full_like(x, torch.nan) for x in tokens))
     gate = KdaGate(inputs["A_log"].float(), inputs["dt_bias"].float())
-    d_A_log, d_dt_bias = gradient_kernel.tile_gradients(tokens, gate, scanned, out, span=span).sum(0).unbind(1)
+    d_A_log, d_dt_bias = (
+        gradient_kernel.tile_gradients(tokens, gate, scanned, out, span=span, fine=fine).sum(0).unbind(1)
+    )
     named = {"d_q": out.d_q, "d_k": out.d_k, "d_decay_logit": out.d_logit, "d_beta_logit": out.d_beta}
     want["d_dt_bias"] = want["d_decay_logit"].sum(0)
     want["d_A_log"] = (want["d_decay_logit"] * (inputs["decay_logit"] + inputs["dt_bias"])).sum(0)  # of each channel
@@ -55,10 +61,11 @@ def both(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("chunk", [16, 32])
-def test_equals_formulas(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("fine", [False, True])
+def test_equals_formulas(fine: bool, chunk: int, dtype: torch.dtype, tolerance: float) -> None:
     """Tiles full, ragged and absent; K != V."""
     lengths = [33, 0, 7, 40]
-    got, want = both(kda_inputs(lengths, H=2, K=16, V=32), lengths, dtype, chunk)
+    got, want = both(kda_inputs(lengths, H=2, K=16, V=32), lengths, dtype, chunk, fine=fine)
     for name, expected in want.items():
         assert (got[name] - expected).norm() < tolerance * expected.norm(), name
 
@@ -72,6 +79,17 @@ def test_gate_gradients_from_two_parts() -> None:
         got, want = both(inputs, [96], torch.bfloat16, parts=parts)
         errors.append([float((got[n] - want[n]).norm() / want[n].norm()) for n in ("d_A_log", "d_dt_bias")])
     assert all(two < min(0.5 * one, 1.2e-3) for one, two in zip(*errors))
+
+
+def test_gate_gradients_from_everything_in_two_parts() -> None:
+    """They are nearer yet if the states that are summed and all rows inside tiles are, too."""
+    inputs = kda_inputs([96], H=2, K=32, V=64)
+    inputs = {name: x.bfloat16().double() if name in TOKENS else x for name, x in inputs.items()}
+    errors = []
+    for fine in (False, True):
+        got, want = both(inputs, [96], torch.bfloat16, fine=fine)
+        errors.append([float((got[n] - want[n]).norm() / want[n].norm()) for n in ("d_A_log", "d_dt_bias")])
+    assert all(two < 0.5 * one for one, two in zip(*errors)), errors
 
 
 def test_rows_that_are_nearly_zero() -> None:

@@ -17,6 +17,7 @@ from kda_kernel_checks import (
 )
 
 from openk3.ops import chunk_kda, recurrent_kda
+from openk3.ops.kda import workspace
 from openk3.ops.kda.fused_backward import checkpointed_kda, fused_kda
 
 SMALL = {"H": 2, "K": 16, "V": 16}
@@ -56,6 +57,15 @@ def test_widths(K: int, V: int) -> None:
 def test_bfloat16(gates: str, state: bool) -> None:
     """bfloat16 tokens, with and without states before them."""
     assert_exact(fused_kda, Case((50, 0, 20), gates=gates, state=state, **SMALL))
+
+
+@pytest.mark.parametrize("gates", ["mixed", "open"])
+def test_bfloat16_as_with_many_heads(gates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what few heads keep in two parts: further off, within the same limits."""
+    case = Case((50, 0, 20), gates=gates, **SMALL)
+    few = assert_exact(fused_kda, case)
+    monkeypatch.setattr(workspace, "FEW_HEADS", 0)
+    assert assert_exact(fused_kda, case)["d_state"] > 3 * few["d_state"]
 
 
 def test_bfloat16_and_nearly_identical_keys() -> None:

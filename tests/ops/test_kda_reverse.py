@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from openk3.ops.kda import prepare_kernel, reverse_kernel
 from openk3.ops.kda.tiles import tile_table
+from openk3.ops.kda.workspace import kept
 
 LENGTHS = [33, 0, 7, 70, 0]
 
@@ -22,12 +23,14 @@ def bounds_of(lengths: list[int]) -> tuple[int, ...]:
     return tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
 
 
-def narrowed(space: Workspace, dtype: torch.dtype) -> prepare_kernel.Workspace:
+def narrowed(space: Workspace, dtype: torch.dtype, rests: tuple[str, ...] = ("kr_rest",)) -> prepare_kernel.Workspace:
     """A workspace as the kernels have it."""
     named = {name: getattr(space, name).to(dtype).contiguous() for name in ("nkd", "qd", "kr", "inv", "mqk")}
     vectors = {name: getattr(space, name).float().contiguous() for name in ("decay", "beta")}
-    rest = None if dtype == torch.float32 else (space.kr - named["kr"].double()).to(dtype).contiguous()
-    return prepare_kernel.Workspace(**named, **vectors, kr_rest=rest)
+    lost = {f"{name}_rest": (getattr(space, name) - x.double()).to(dtype).contiguous() for name, x in named.items()}
+    return prepare_kernel.Workspace(
+        **named, **vectors, **({x: lost[x] for x in rests} if dtype != torch.float32 else {})
+    )
 
 
 def scanned(
@@ -69,17 +72,20 @@ def test_equals_formulas(chunk: int, dtype: torch.dtype, tolerance: float) -> No
     assert torch.equal(found[2][1], d_final[1].float())
 
 
-def test_gradients_of_states_add_up_in_two_parts() -> None:
-    """What is left of rounding lies beside them; and what they gather on the way is the values' gradients unrounded."""
+@pytest.mark.parametrize("heads", [1, 96])
+def test_gradients_of_states_add_up_in_two_parts(heads: int) -> None:
+    """What is left of rounding lies beside them; and what they gather on the way is the values' gradients unrounded.
+    With few heads, keys, queries and the inverse count unrounded, too."""
     inputs = kda_inputs([160], H=2, K=16, V=32)
     inputs["decay_logit"] = inputs["decay_logit"] - 14
     space = prepare(tile_rows(inputs, Cut.of([160], 32)))
-    space = Workspace(*(x if n in ("decay", "beta", "kr") else x.bfloat16().double() for n, x in vars(space).items()))
+    whole = {"decay", "beta", *(name[:-5] for name in kept(heads))}
+    space = Workspace(*(x if n in whole else x.bfloat16().double() for n, x in vars(space).items()))
     generator = torch.Generator().manual_seed(1)
     d_o = torch.randn(inputs["v"].shape, generator=generator).bfloat16().double()
     d_final = torch.randn(inputs["state"].shape, generator=generator, dtype=torch.float64)
     _, d_states, d_state = reverse_scan(space, d_o, d_final, Cut.of([160], 32))
-    found = scanned(narrowed(space, torch.bfloat16), inputs["v"], d_o, d_final, [160])
+    found = scanned(narrowed(space, torch.bfloat16, kept(heads)), inputs["v"], d_o, d_final, [160])
     assert (found[1] - d_states).norm() < 2e-5 * d_states.norm()
     assert (found[2] - d_state).norm() < 2e-5 * d_state.norm()
 

@@ -12,7 +12,7 @@ from openk3.ops.kda.prepare_kernel import prepare
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.scan_kernel import ScanOutputs, fold, scan, scan_maps
 from openk3.ops.kda.tiles import CHUNK, Span, Tiles, tile_table
-from openk3.ops.kda.workspace import Workspace
+from openk3.ops.kda.workspace import Workspace, kept
 
 _SLAB_TILES = 2**17  # tiles times heads whose workspace is held at a time: 29 kB each
 
@@ -161,7 +161,7 @@ def _prepare(
     tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span, *, careful: bool = False
 ) -> Workspace:
     q_THK, k_THK, _, logit_THK, beta_TH = tokens
-    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span, backward=careful)
+    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span, rests=kept(q_THK.shape[1]) if careful else ())
 
 
 def _slabs(tiles: Tiles, heads: int, split: bool) -> list[tuple[int, int]]:

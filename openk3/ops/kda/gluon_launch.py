@@ -74,19 +74,20 @@ def block_type(block: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> s
     return f"tensordesc<{name}{list(block)},{block_layout(block, dtype)!r}>"
 
 
-def tiles_of(workspace: Workspace, *, rest: bool) -> Sequence[Matrix | Group | None]:
-    """nkd, qd, kr, kr_rest (None unless `rest`), inv, mqk, decay and beta as arguments."""
+def tiles_of(workspace: Workspace, slots: tuple[str, ...], *, rest: bool) -> Sequence[Matrix | Group | None]:
+    """nkd, qd, kr, those rests (None where there is none, or none wanted), inv, mqk, decay and beta as arguments."""
     w = workspace
     _, _, C, K = w.sizes
 
     def make() -> list[Matrix | None]:
         rows = [matrix(x, K, (C, K)) for x in (w.nkd, w.qd, w.kr)]
-        last = matrix(w.kr_rest, K, (C, K)) if rest and w.kr_rest is not None else None
+        found = [getattr(w, name) if rest else None for name in slots]
+        rests = [None if x is None else matrix(x, x.shape[3], (C, x.shape[3])) for x in found]
         squares = [matrix(x, C, (C, C)) for x in (w.inv, w.mqk)]
-        return [*rows, last, *squares, matrix(w.decay, K, (1, K)), matrix(w.beta, C, (1, C))]
+        return [*rows, *rests, *squares, matrix(w.decay, K, (1, K)), matrix(w.beta, C, (1, C))]
 
     if isinstance(w, CutWorkspace):
-        return [Group(("tiles", rest and w.place[3], w.place[2], C, K), w.place, make)]
+        return [Group(("tiles", slots, rest and w.place[3], w.place[2], C, K), w.place, make)]
     return make()
 
 

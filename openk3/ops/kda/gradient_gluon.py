@@ -25,11 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openk3.ops.kda.gluon_launch import block_type, launch, matrix
 from openk3.ops.kda.gradient_kernel import Scanned, TokenGradients
+from openk3.ops.kda.gradient_pieces_gluon import (
+    column_sums,
+    decay,
+    exponent,
+    later_sums,
+    norm_gradient,
+    norms,
+    rest,
+    row,
+)
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
-from openk3.ops.norm import L2_EPS
-
-_EPS = gl.constexpr(L2_EPS)
 
 
 def tile_gradients(
@@ -39,6 +46,7 @@ def tile_gradients(
     out: TokenGradients,
     *,
     span: Span,
+    fine: bool,
 ) -> Tensor:
     """As `gradient_kernel.tile_gradients`, for bfloat16, K = V = 128 and at least one tile."""
     q, k, _, logit, beta = tokens
@@ -53,6 +61,7 @@ def tile_gradients(
         *values,
         matrix(scanned.states, K, (V, K)),
         *halves,
+        None if scanned.states_rest is None else matrix(scanned.states_rest, K, (V, K)),
         scanned.along,
         out.d_q,
         out.d_k,
@@ -61,19 +70,15 @@ def tile_gradients(
         d_gate,
     ]
     arguments += [beta, gate.A_log_H, gate.dt_bias_HK, span.start_X, span.length_X]
-    arguments += [span.token_low, gate.lower_bound, K**-0.5, H]
-    launch(gradient_kernel, span.num_tiles * H, arguments, {"K": K, "V": V, "C": C}, settings())
+    arguments += [span.token_low, gate.lower_bound, H]
+    constants, options = {"K": K, "V": V, "C": C, "FINE": fine}, settings(alone=scanned.states_rest is not None)
+    launch(gradient_kernel, span.num_tiles * H, arguments, constants, options)
     return d_gate
 
 
-def settings() -> dict[str, int]:
-    """Launch options: two blocks on a multiprocessor."""
-    return {"num_warps": 8, "maxnreg": 128}
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
+def settings(*, alone: bool = False) -> dict[str, int]:
+    """Launch options: two blocks on a multiprocessor; one where states come in two parts."""
+    return {"num_warps": 8, "maxnreg": 240 if alone else 128}
 
 
 @gluon.jit
@@ -97,49 +102,17 @@ def _fetch(descriptors, places, bar, ELEMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _running(x):
-    """Sums over all tokens up to each, x [K, C]: with its rows in another order x is laid out in blocks."""
-    K: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    blocks: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0])
-    y = x.reshape([K // 16, 2, 8, C]).permute([1, 0, 2, 3]).reshape([K, C])
-    y = gl.associative_scan(gl.convert_layout(y, blocks, assert_trivial=True), 1, _add)
-    y = y.reshape([2, K // 16, 8, C]).permute([1, 0, 2, 3]).reshape([K, C])
-    return gl.convert_layout(y, x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _later_sums(x, ones_s, acc):
-    """acc plus sums over all tokens from each on, x [K, C] in three bfloat16 parts: a product with a triangle of ones.
-    Where decay is strong, a tile's last token gives a hundred times what is left: a part less shows in the sums."""
-    left: gl.constexpr = gl.DotOperandLayout(0, x.type.layout, 2)
-    for _ in gl.static_range(3):
-        part = x.to(gl.bfloat16)
-        acc = warpgroup_mma(gl.convert_layout(part, left), ones_s, acc, is_async=True)
-        x = x - part.to(gl.float32)
-    return warpgroup_mma_wait(0, (acc,))
-
-
-@gluon.jit
-def _exponent(logit, a_log_ptr, bias_ptr, head):
-    """What the gate's sigmoid takes, [K, C], and the slope of that in the logit."""
-    K: gl.constexpr = logit.shape[0]
-    layout: gl.constexpr = logit.type.layout
-    slope = gl.minimum(gl.exp2(gl.load(a_log_ptr + head).to(gl.float32) * 1.4426950408889634), 1e30)
-    channel = gl.arange(0, K, layout=gl.SliceLayout(1, layout))
-    shift = gl.load(bias_ptr + head * K + channel).to(gl.float32) * slope
-    return logit.to(gl.float32) * slope + shift[:, None], slope
-
-
-@gluon.jit
-def _shared_sums(a_s, b_s, rest_s, FIRST: gl.constexpr):
-    """Sums over rows of a * (b + rest), all in shared memory, b and rest rows from FIRST on of as many as a has."""
+def _shared_sums(a_s, a_rest_s, b_s, rest_s, FIRST: gl.constexpr):
+    """Sums over rows of (a + its rest, if any) * (b + rest), in shared memory, b and rest from row FIRST of a on."""
     K: gl.constexpr = a_s.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, K // 16], [1, 0])
     both = gl.zeros([16, K], gl.float32, layout=layout)
     for n in gl.static_range(b_s.shape[0] // 16):
         b = b_s.slice(16 * n, 16).load(layout).to(gl.float32) + rest_s.slice(16 * n, 16).load(layout).to(gl.float32)
-        both += a_s.slice(FIRST + 16 * n, 16).load(layout).to(gl.float32) * b
+        a = a_s.slice(FIRST + 16 * n, 16).load(layout).to(gl.float32)
+        for rest_n in gl.static_range(len(a_rest_s)):
+            a += a_rest_s[rest_n].slice(FIRST + 16 * n, 16).load(layout).to(gl.float32)
+        both += a * b
     return gl.sum(both, 0)
 
 
@@ -155,13 +128,54 @@ def _add_products(acc, d_states_s, d_rest_s, u_s, u_rest_s, FIRST: gl.constexpr)
 
 
 @gluon.jit
-def _decay(logit, live, bound, a_log_ptr, bias_ptr, head):
-    """Running sums of the log2 decay of a tile, [K, C], less the middle of all, and that."""
-    x, _ = _exponent(logit, a_log_ptr, bias_ptr, head)
-    gate = (bound * 1.4426950408889634) / (1.0 + gl.exp2(x * -1.4426950408889634))
-    gate = gl.where(live[None, :], gate, gl.zeros_like(gate))
-    middle = 0.5 * gl.sum(gate, 1)
-    return _running(gate) - middle[:, None], middle
+def _times(row, parts, acc, TURNED: gl.constexpr):
+    """acc plus a row in bfloat16 by a square, or its transpose; where that has two parts, so has the row. Under way."""
+    left: gl.constexpr = gl.DotOperandLayout(0, row.type.layout, 2)
+    rounded = row.to(gl.bfloat16)
+    first = parts[0].permute((1, 0)) if TURNED else parts[0]
+    acc = warpgroup_mma(gl.convert_layout(rounded, left), first, acc, is_async=True)
+    if len(parts) > 1:
+        second = parts[1].permute((1, 0)) if TURNED else parts[1]
+        acc = warpgroup_mma(gl.convert_layout(rest(row, rounded), left), first, acc, is_async=True)
+        acc = warpgroup_mma(gl.convert_layout(rounded, left), second, acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _seen(row, FINE: gl.constexpr):
+    """A row as products took it."""
+    return row if FINE else row.to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _refill(descriptors, place, bar, buffers, ELEMENTS: gl.constexpr):
+    """As `_fetch`, of blocks at one place, to memory that all threads have read."""
+    mbarrier.expect(bar, 2 * ELEMENTS)
+    fence_async_shared()
+    gl.thread_barrier()
+    for n in gl.static_range(len(descriptors)):
+        tma.async_copy_global_to_shared(descriptors[n], [place[0], place[1]], bar, buffers[n])
+
+
+@gluon.jit
+def _keep(buffers):
+    """Nobody else is given this memory before here."""
+    for n in gl.static_range(len(buffers)):
+        buffers[n]._keep_alive()
+
+
+@gluon.jit
+def _gate_gradient(d_log, x, slope, live, factor, d_gate_ptr):
+    """Gradient of the logits from that of the log decay over `factor`; what this tile gives to A_log's and dt_bias'."""
+    K: gl.constexpr = x.shape[0]
+    tail = gl.exp2(gl.abs(x) * -1.4426950408889634)
+    share = 1.0 / (1.0 + tail)
+    d_x = gl.where(live[None, :], d_log * (tail * share * share) * factor, gl.zeros_like(x))
+    channel = gl.arange(0, K, layout=gl.SliceLayout(1, x.type.layout))
+    x = gl.minimum(gl.maximum(x, -1e4), 1e4)  # d_x is zero far out, where x may be inf
+    gl.store(d_gate_ptr + channel, gl.sum(d_x * x, 1))
+    gl.store(d_gate_ptr + K + channel, gl.sum(d_x, 1) * slope)
+    return d_x * slope
 
 
 @gluon.jit
@@ -206,38 +220,6 @@ def _triangle(C: gl.constexpr, square: gl.constexpr):
     column = gl.arange(0, C, layout=gl.SliceLayout(0, square))
     none = gl.zeros([C, C], gl.float32, layout=square)
     return gl.where(row[:, None] >= column[None, :], 1.0, none).to(gl.bfloat16)
-
-
-@gluon.jit
-def _norm_gradient(d_x, x, norm, dots_s, scratch_s, size):
-    """Gradient of a row from that of the normalised row x, both as columns [K, C]."""
-    over_c: gl.constexpr = gl.SliceLayout(0, x.type.layout)
-    dots_s.store(_column_sums(d_x * x, scratch_s))
-    return (d_x - x * dots_s.load(over_c)[None, :]) * (norm.load(over_c) * size)[None, :]
-
-
-@gluon.jit
-def _column_sums(x, scratch_s):
-    """Sums over channels of x [K, C], by way of shared memory: a warp for every few tokens."""
-    K: gl.constexpr = x.shape[0]
-    C: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([K // 8, 1], [8, 4], [1, C // 4], [0, 1])
-    scratch_s.store(x)
-    return gl.sum(scratch_s.load(layout), 0)
-
-
-@gluon.jit
-def _norms(buffer, layout: gl.constexpr):
-    """What normalises each row, in shared memory."""
-    x = buffer.load(layout).to(gl.float32)
-    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [buffer.shape[0]], line, gl.rsqrt(gl.sum(x * x, 1) + _EPS))
-
-
-@gluon.jit
-def _row(buffer, norm, layout: gl.constexpr):
-    """Normalised rows, [K, C]."""
-    return buffer.permute((1, 0)).load(layout).to(gl.float32) * norm.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
@@ -297,6 +279,7 @@ def gradient_kernel(
     states_d,
     d_states_d,
     d_states_rest_d,
+    states_rest_d,
     along_ptr,
     d_q_ptr,
     d_k_ptr,
@@ -310,26 +293,24 @@ def gradient_kernel(
     length_ptr,
     token_low,
     bound,
-    scale,
     H,
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
+    FINE: gl.constexpr,
 ):
     """One tile of one head; rows of the writes are counted from token_low."""
     io: gl.constexpr = gl.bfloat16
+    scale: gl.constexpr = K**-0.5
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])  # [K, C]
-    left: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     square: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 4], [16, 8])  # [C, C]
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     over_c: gl.constexpr = gl.SliceLayout(0, wide)
     over_k: gl.constexpr = gl.SliceLayout(1, wide)
     over_columns: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([K // 8, 1], [8, 4], [1, C // 4], [0, 1]))
     program = gl.program_id(0)
-    tile = program // H
-    head = program % H
-    start = gl.load(start_ptr + tile)
-    length = gl.load(length_ptr + tile)
+    tile, head = program // H, program % H
+    start, length = gl.load(start_ptr + tile), gl.load(length_ptr + tile)
 
     tokens_bar, values_bar, rest_bar, states_bar = _barrier(), _barrier(), _barrier(), _barrier()
     fence_async_shared()
@@ -339,9 +320,13 @@ def gradient_kernel(
     u_s, d_o_s, d_r_s = _fetch((writes_d, d_o_d, d_v_d), (written, value, value), values_bar, 3 * C * V)
     # Both parts of the gradients of the states share the memory of one, and come in halves.
     state = (program * V, 0)
-    states_s, d_states_s, d_rest_s = _fetch(
-        (states_d, d_states_d, d_states_rest_d), (state, state, state), states_bar, 2 * V * K
-    )
+    wanted = (states_d, d_states_d, d_states_rest_d)
+    LEFT: gl.constexpr = 0 if states_rest_d is None else V * K
+    if states_rest_d is not None:
+        wanted = wanted + (states_rest_d,)
+    brought = _fetch(wanted, (state, state, state, state), states_bar, 2 * V * K + LEFT)
+    states_s, d_states_s, d_rest_s = brought[0], brought[1], brought[2]
+    states_rest_s = (brought[3],) if states_rest_d is not None else ()
 
     # What rounding left of the writes lies where the logits were, which come again when its products are done.
     live = gl.arange(0, C, layout=over_c) < length
@@ -349,10 +334,7 @@ def gradient_kernel(
     mbarrier.wait(tokens_bar, 0)
     logit = logit_s.permute((1, 0)).load(wide)
     u_rest_s = logit_s
-    mbarrier.expect(rest_bar, 2 * C * V)
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_global_to_shared(writes_rest_d, [start - token_low, head * V], rest_bar, u_rest_s)
+    _refill((writes_rest_d,), written, rest_bar, (u_rest_s,), C * V)
     _clear((q_s, k_s), length, rows)
 
     # Products among values.
@@ -366,22 +348,22 @@ def gradient_kernel(
     gl.thread_barrier()
     mbarrier.wait(states_bar, 0)
     d_kr = _add_products(zero, d_states_s, d_rest_s, u_s, u_rest_s, 0)
-    carried = gl.convert_layout(_shared_sums(states_s, d_states_s, d_rest_s, 0), over_k)
+    carried = gl.convert_layout(_shared_sums(states_s, states_rest_s, d_states_s, d_rest_s, 0), over_k)
     d_kr = warpgroup_mma_wait(0, (d_kr,))
-    mbarrier.expect(states_bar, 2 * V * K)
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_global_to_shared(d_states_d, [program * V + V // 2, 0], states_bar, d_states_s)
-    tma.async_copy_global_to_shared(d_states_rest_d, [program * V + V // 2, 0], states_bar, d_rest_s)
+    _refill((d_states_d, d_states_rest_d), (program * V + V // 2, 0), states_bar, (d_states_s, d_rest_s), V * K)
 
-    total, middle = _decay(logit, live, bound, a_log_ptr, bias_ptr, head)
+    total, middle = decay(logit, live, bound, a_log_ptr, bias_ptr, head)
 
     mbarrier.wait(states_bar, 1)
     d_kr = _add_products(d_kr, d_states_s, d_rest_s, u_s, u_rest_s, V // 2)
-    carried += gl.convert_layout(_shared_sums(states_s, d_states_s, d_rest_s, V // 2), over_k)
+    carried += gl.convert_layout(_shared_sums(states_s, states_rest_s, d_states_s, d_rest_s, V // 2), over_k)
     states_t = states_s.permute((1, 0))
     d_kd = warpgroup_mma(states_t, d_r_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     d_qd = warpgroup_mma(states_t, d_o_s.permute((1, 0)), zero, use_acc=False, is_async=True)
+    for n in gl.static_range(len(states_rest_s)):
+        rest_t = states_rest_s[n].permute((1, 0))
+        d_kd = warpgroup_mma(rest_t, d_r_s.permute((1, 0)), d_kd, is_async=True)
+        d_qd = warpgroup_mma(rest_t, d_o_s.permute((1, 0)), d_qd, is_async=True)
 
     d_mqk, d_keys, size = _apart(d_mqk, d_keys)
     shrink = 1.0 / size
@@ -390,12 +372,8 @@ def gradient_kernel(
     mbarrier.expect(rest_bar, 2 * C * K)
     fence_async_shared()
     gl.thread_barrier()  # a warpgroup waits for its own products only, and what follows overwrites what both read
-    u_s._keep_alive()
-    d_o_s._keep_alive()
-    d_r_s._keep_alive()
-    states_s._keep_alive()
-    d_states_s._keep_alive()
-    d_rest_s._keep_alive()
+    _keep((u_s, d_o_s, d_r_s, states_s, d_states_s, d_rest_s))
+    _keep(states_rest_s)
     tma.async_copy_global_to_shared(logit_d, [start, head * K], rest_bar, logit_s)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], io)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -404,9 +382,16 @@ def gradient_kernel(
     ones_s = gl.allocate_shared_memory(io, [C, C], small, _triangle(C, square))
     d_mqk_s = gl.allocate_shared_memory(io, [C, C], small, (d_mqk * shrink).to(io))
     d_keys_s = gl.allocate_shared_memory(io, [C, C], small, (d_keys * shrink).to(io))
+    mqk_parts = (d_mqk_s,)
+    keys_parts = (d_keys_s,)
+    if FINE:
+        part = rest(d_mqk * shrink, (d_mqk * shrink).to(io))
+        mqk_parts = (d_mqk_s, gl.allocate_shared_memory(io, [C, C], small, part))
+        part = rest(d_keys * shrink, (d_keys * shrink).to(io))
+        keys_parts = (d_keys_s, gl.allocate_shared_memory(io, [C, C], small, part))
     fence_async_shared()
-    k_norm = _norms(k_s, rows)
-    q_norm = _norms(q_s, rows)
+    k_norm = norms(k_s, rows)
+    q_norm = norms(q_s, rows)
     own_s = gl.allocate_shared_memory(gl.float32, [C], line, own * (shrink * scale))
     dots_s = gl.allocate_shared_memory(gl.float32, [C], line)
     parked: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, C], gl.float32)
@@ -420,69 +405,66 @@ def gradient_kernel(
     beta_x = gl.load(beta_ptr + beta_at, mask=token < length, other=0.0)
     along = _along(along_ptr, program, V, C)
 
-    # Products inside the tile. Gradients of the decay take the rounded rows that the products take: then what a pair of
-    # tokens gives to the decay up to the one and takes from that up to the other cancels exactly where it should.
+    # Products inside the tile. Gradients of the decay take the rows that the products take: then what a pair of tokens
+    # gives to the decay up to the one and takes from that up to the other cancels exactly where it should.
     d_kr = d_kr * shrink * half[:, None]
-    row_ki = _row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))
+    row_ki = row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide))
     ki = row_ki.to(io)
     flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([K, C], io)
-    alone = (d_kr * (row_ki - ki.to(gl.float32))).to(io)
-    ends = gl.sum(d_kr * ki.to(gl.float32) + alone.to(gl.float32), 1)  # rounded as what is taken from it below
+    if FINE:
+        ends = gl.sum(d_kr * row_ki, 1)
+    else:
+        alone = (d_kr * (row_ki - ki.to(gl.float32))).to(io)
+        ends = gl.sum(d_kr * ki.to(gl.float32) + alone.to(gl.float32), 1)  # rounded as what is taken from it below
     carried_s = gl.allocate_shared_memory(gl.float32, [K], line, carried * shrink * half * half + ends)
-    alone_s = gl.allocate_shared_memory(io, [K, C], flat, alone)
-    ki_left = gl.convert_layout(ki, left)
-    d_kd = d_kd * -shrink * half[:, None]
-    d_kd = warpgroup_mma(ki_left, d_keys_s.permute((1, 0)), d_kd, is_async=True)
-    kd = (_row(k_s, k_norm, wide) * gl.exp2(total_s.load(wide))).to(io)
-    d_ki = warpgroup_mma(gl.convert_layout(kd, left), d_keys_s, d_kr, is_async=True)
-    qd = (_row(q_s, q_norm, wide) * (gl.exp2(total_s.load(wide)) * scale)).to(io)
-    d_ki = warpgroup_mma(gl.convert_layout(qd, left), d_mqk_s, d_ki, is_async=True)
+    if not FINE:
+        alone_s = gl.allocate_shared_memory(io, [K, C], flat, alone)
+    d_kd = _times(row_ki, keys_parts, d_kd * -shrink * half[:, None], True)
+    row_kd = row(k_s, k_norm, wide) * gl.exp2(total_s.load(wide))
+    d_ki = _times(row_kd, keys_parts, d_kr, False)
+    row_qd = row(q_s, q_norm, wide) * (gl.exp2(total_s.load(wide)) * scale)
+    d_ki = _times(row_qd, mqk_parts, d_ki, False)
     d_kd, d_ki = warpgroup_mma_wait(0, (d_kd, d_ki))
-    d_log = d_kd * kd.to(gl.float32)
+    if FINE:
+        row_kd = row(k_s, k_norm, wide) * gl.exp2(total_s.load(wide))
+    d_log = d_kd * _seen(row_kd, FINE)
     # Of all that a token reads, its value counts for it and what its key finds against it; 1 - beta is exact.
-    d_read = gl.convert_layout(gl.sum(along, 0), over_columns) + _column_sums(d_log, scratch_s) * size
+    d_read = gl.convert_layout(gl.sum(along, 0), over_columns) + column_sums(d_log, scratch_s) * size
     d_beta = d_read / (1.0 + gl.exp2(beta_x.to(gl.float32) * 1.4426950408889634))
     gl.store(d_beta_ptr + beta_at, d_beta.to(d_beta_ptr.dtype.element_ty), mask=token < length)
-    d_log -= d_ki * ki.to(gl.float32) + alone_s.load(wide).to(gl.float32)
+    if FINE:
+        d_log -= d_ki * (row(k_s, k_norm, wide) * gl.exp2(-total_s.load(wide)))
+    else:
+        d_log -= d_ki * ki.to(gl.float32) + alone_s.load(wide).to(gl.float32)
     total = total_s.load(wide)
     d_k = d_kd * gl.exp2(total) + d_ki * gl.exp2(-total)
-    d_qd = warpgroup_mma(ki_left, d_mqk_s.permute((1, 0)), d_qd_s.load(wide), is_async=True)
+    d_qd = _times(row_ki, mqk_parts, d_qd_s.load(wide), True)
     d_k_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_k)
     d_qd = warpgroup_mma_wait(0, (d_qd,))
-    d_mqk_s._keep_alive()
-    d_keys_s._keep_alive()
+    _keep(mqk_parts)
+    _keep(keys_parts)
     up = gl.exp2(total_s.load(wide)) * scale
-    qd = (_row(q_s, q_norm, wide) * up).to(io)
-    d_log += d_qd * qd.to(gl.float32)
+    row_qd = row(q_s, q_norm, wide) * up
+    d_log += d_qd * _seen(row_qd, FINE)
     d_q = d_qd * up
 
     d_q_s = gl.allocate_shared_memory(gl.float32, [K, C], parked, d_q)
-    d_log = _later_sums(d_log, ones_s, zero + carried_s.load(over_k)[:, None])
+    d_log = later_sums(d_log, ones_s, zero + carried_s.load(over_k)[:, None])
     ones_s._keep_alive()
     mbarrier.wait(rest_bar, 1)
-    x, slope = _exponent(logit_s.permute((1, 0)).load(wide), a_log_ptr, bias_ptr, head)
-    tail = gl.exp2(gl.abs(x) * -1.4426950408889634)
-    share = 1.0 / (1.0 + tail)
-    d_x = gl.where(live[None, :], d_log * (tail * share * share) * (bound * size), zero)
-    channel = gl.arange(0, K, layout=over_k)
-    x = gl.minimum(gl.maximum(x, -1e4), 1e4)  # d_x is zero far out, where x may be inf
-    gl.store(d_gate_ptr + program * (2 * K) + channel, gl.sum(d_x * x, 1))
-    gl.store(d_gate_ptr + program * (2 * K) + K + channel, gl.sum(d_x, 1) * slope)
-    d_logit = d_x * slope
+    x, slope = exponent(logit_s.permute((1, 0)).load(wide), a_log_ptr, bias_ptr, head)
+    d_logit = _gate_gradient(d_log, x, slope, live, bound * size, d_gate_ptr + program * (2 * K))
     _put(d_logit.to(io), logit_s, d_logit_d, d_logit_ptr, start, length, head, H)
-    q = _row(q_s, q_norm, wide)
-    k = _row(k_s, k_norm, wide)
+    q = row(q_s, q_norm, wide)
+    k = row(k_s, k_norm, wide)
     own = own_s.load(over_c)[None, :]
-    d_k = _norm_gradient(d_k_s.load(wide) + q * own, k, k_norm, dots_s, scratch_s, size)
-    d_q = _norm_gradient(d_q_s.load(wide) + k * own, q, q_norm, dots_s, scratch_s, size)
+    d_k = norm_gradient(d_k_s.load(wide) + q * own, k, k_norm, dots_s, scratch_s, size)
+    d_q = norm_gradient(d_q_s.load(wide) + k * own, q, q_norm, dots_s, scratch_s, size)
     _put(d_k.to(io), k_s, d_k_d, d_k_ptr, start, length, head, H)
     _put(d_q.to(io), q_s, d_q_d, d_q_ptr, start, length, head, H)
     tma.store_wait(0)
     # The memory of a barrier is nobody else's: the machine may write it back when another process takes its turn.
-    tokens_bar._keep_alive()
-    values_bar._keep_alive()
-    rest_bar._keep_alive()
-    states_bar._keep_alive()
+    _keep((tokens_bar, values_bar, rest_bar, states_bar))
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -495,5 +477,9 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= dict.fromkeys(("d_q_ptr", "d_k_ptr", "d_logit_ptr", "d_beta_ptr", "beta_ptr"), "*bf16")
     given |= dict.fromkeys(("along_ptr", "d_gate_ptr"), "*fp32")
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
-    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
-    return [(gradient_kernel, given, settings())]
+    given |= {"token_low": "i32", "bound": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
+    given |= {"FINE": False, "states_rest_d": None}
+    few = given | {"FINE": True}
+    alone = few | {"states_rest_d": state}
+    cases = [(gradient_kernel, some, settings()) for some in (given, few)]
+    return [*cases, (gradient_kernel, alone, settings(alone=True))]

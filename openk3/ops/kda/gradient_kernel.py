@@ -29,6 +29,7 @@ class Scanned:
     along: Tensor  # [X, H, V / 16, C] float32: sums of d_v times v over each 16 channels
     writes_rest: Tensor | None = None  # as writes: what rounding left of them; None in float32
     d_states_rest: Tensor | None = None  # as d_states
+    states_rest: Tensor | None = None  # as states; None: they are taken as they are
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,11 @@ def tile_gradients(
     out: TokenGradients,
     *,
     span: Span,
+    fine: bool = False,
 ) -> Tensor:
     """Gradients of q, k, decay logits and beta logits of the span's tokens; tokens: contiguous, as in the forward.
+
+    `fine`: rows inside tiles and what they are multiplied by in two parts (they are anyway in float32).
 
     Returns what each tile gives to the gradients of A_log, channel by channel, and of dt_bias: [X, H, 2, K] float32. A
     logit enters the gate as exp(A_log) * (logit + dt_bias): so dt_bias gets the sum over tokens of their gradients, and
@@ -62,20 +66,20 @@ def tile_gradients(
     if span.num_tiles * H and _suits_hopper(tokens, gate, scanned, span):
         from openk3.ops.kda import gradient_gluon
 
-        return gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span)
+        return gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span, fine=fine)
     d_gate = scanned.along.new_empty(span.num_tiles, H, 2, K)
     if span.num_tiles * H:
         gradient_kernel[(span.num_tiles * H,)](
             *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
-            *(scanned.writes, scanned.writes_rest, scanned.d_v, scanned.d_o, scanned.states),
+            *(scanned.writes, scanned.writes_rest, scanned.d_v, scanned.d_o, scanned.states, scanned.states_rest),
             *(scanned.d_states, scanned.d_states_rest, scanned.along),
             *(out.d_q, out.d_k, out.d_logit, out.d_beta, d_gate),
             *(span.start_X, span.length_X, span.token_low, gate.lower_bound, K**-0.5, H),
             K=K,
             V=V,
             C=span.chunk,
-            EXACT=exact,
-            **settings(K, V, compute_capability(q_THK.device), exact=exact),
+            FINE=fine and not exact,
+            **settings(K, V, compute_capability(q_THK.device), exact=exact, fine=fine),
         )
     return d_gate
 
@@ -94,7 +98,7 @@ def _suits_hopper(tokens: tuple[Tensor, ...], gate: KdaGate, scanned: Scanned, s
     )
 
 
-def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int]:
+def settings(K: int, V: int, arch: int, *, exact: bool = False, fine: bool = False) -> dict[str, int]:
     """Block of value channels, and launch options.
 
     On Hopper nothing is fetched ahead: Triton 3.6 would let copies overwrite blocks that products still read, because
@@ -102,9 +106,9 @@ def settings(K: int, V: int, arch: int, *, exact: bool = False) -> dict[str, int
     key channels, gives a product an address that nothing has computed.
     """
     ahead = arch != 90
-    block = 16 if ahead or exact or K == 64 else 32
+    block = 16 if ahead or exact or K == 64 or (fine and K == 32) else 32
     warps = 8 if K == 32 and not (ahead or exact) else max(4, K // 16)
-    return {"BV": min(V, block), "num_warps": warps, "num_stages": 2 if ahead else 1}
+    return {"BV": min(V, block), "num_warps": warps, "num_stages": 2 if ahead and not fine else 1}
 
 
 @triton.jit
@@ -117,6 +121,29 @@ def _columns(first, tokens, live):
 def _exponent(first, tokens, live, slope, shift):
     """What the gate's sigmoid takes, [K, C]."""
     return _columns(first, tokens, live) * slope + shift[:, None]
+
+
+@triton.jit
+def _rest(x, rounded):
+    """What rounding left of x, in the format of what it is rounded to."""
+    return (x - rounded.to(tl.float32)).to(rounded.dtype)
+
+
+@triton.jit
+def _product(row, other, other_rest, acc, precision: tl.constexpr, FINE: tl.constexpr):
+    """acc + row @ other, the float32 row rounded to the other's format; FINE: both in two parts."""
+    rounded = row.to(other.dtype)
+    acc = tl.dot(rounded, other, acc, input_precision=precision)
+    if FINE:
+        acc = tl.dot(_rest(row, rounded), other, acc, input_precision=precision)
+        acc = tl.dot(rounded, other_rest, acc, input_precision=precision)
+    return acc
+
+
+@triton.jit
+def _seen(row, io: tl.constexpr, FINE: tl.constexpr):
+    """The row as products took it."""
+    return row if FINE else row.to(io).to(tl.float32)
 
 
 @triton.jit
@@ -150,6 +177,7 @@ def gradient_kernel(
     d_v_ptr,
     d_o_ptr,
     states_ptr,
+    states_rest_ptr,
     d_states_ptr,
     d_states_rest_ptr,
     along_ptr,
@@ -168,10 +196,10 @@ def gradient_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
-    EXACT: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     """One tile of one head. Rows of writes are counted from token_low, all others from the first of all tokens."""
-    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    precision: tl.constexpr = "ieee" if writes_ptr.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0).to(tl.int64)
     tile, head = program // H, program % H
     start, length = tl.load(start_ptr + tile).to(tl.int64), tl.load(length_ptr + tile)
@@ -206,7 +234,13 @@ def gradient_kernel(
             d_keys = tl.dot(d_r, tl.trans(write_rest), d_keys, input_precision=precision)
             d_kr = tl.dot(tl.trans(rest), tl.trans(write), d_kr, input_precision=precision)
             d_kr = tl.dot(tl.trans(d_leaving), tl.trans(write_rest), d_kr, input_precision=precision)
-        carried += tl.sum(entering.to(tl.float32) * both, 0)
+        if states_rest_ptr is not None:
+            rest = tl.load(states_rest_ptr + state + v * K + block)
+            carried += tl.sum((entering.to(tl.float32) + rest.to(tl.float32)) * both, 0)
+            d_qd = tl.dot(tl.trans(rest), tl.trans(d_o), d_qd, input_precision=precision)
+            d_kd = tl.dot(tl.trans(rest), tl.trans(d_r), d_kd, input_precision=precision)
+        else:
+            carried += tl.sum(entering.to(tl.float32) * both, 0)
         d_mqk = tl.dot(d_o, tl.trans(write), d_mqk, input_precision=precision)
         d_keys = tl.dot(d_r, tl.trans(write), d_keys, input_precision=precision)
         d_qd = tl.dot(tl.trans(entering), tl.trans(d_o), d_qd, input_precision=precision)
@@ -224,8 +258,10 @@ def gradient_kernel(
     size = tl.maximum(tl.max(tl.abs(d_mqk)), tl.maximum(tl.max(tl.abs(d_keys)), tl.max(tl.abs(own))))
     size = tl.exp2(tl.ceil(tl.log2(tl.maximum(size, 1e-27))))
     shrink = 1.0 / size
-    d_mqk = (d_mqk * shrink).to(io)
-    d_keys = (d_keys * shrink).to(io)
+    d_mqk *= shrink
+    d_keys *= shrink
+    d_mqk_rest, d_keys_rest = _rest(d_mqk, d_mqk.to(io)), _rest(d_keys, d_keys.to(io))
+    d_mqk, d_keys = d_mqk.to(io), d_keys.to(io)
     own *= shrink * scale
 
     keys = (start * H + head) * K
@@ -242,16 +278,18 @@ def gradient_kernel(
     half = tl.exp2(middle)
     k = _columns(k_at, tokens, live)
     k_norm = tl.rsqrt(tl.sum(k * k, 0) + _EPS)
-    # Gradients of the decay take the rounded rows that the products take: then what a pair of tokens gives to the decay
-    # up to the one and takes from that up to the other cancels exactly where it should.
+    # Gradients of the decay take the rows that the products take: then what a pair of tokens gives to the decay up to
+    # the one and takes from that up to the other cancels exactly where it should.
     row_ki = k * k_norm[None, :] * tl.exp2(-total)
-    ki = row_ki.to(io)
+    ki = _seen(row_ki, io, FINE)
     d_kr = d_kr * shrink * half[:, None]
     carried = carried * shrink * half * half + tl.sum(d_kr * row_ki, 1)
-    alone = d_kr * (row_ki - ki.to(tl.float32))  # what the state gets has no partner: the exact row
-    kd = (k * k_norm[None, :] * tl.exp2(total)).to(io)
-    d_kd = tl.dot(ki, tl.trans(d_keys), d_kd * -shrink * half[:, None], input_precision=precision)
-    d_log = d_kd * kd.to(tl.float32)
+    if not FINE:
+        alone = d_kr * (row_ki - ki)  # what the state gets has no partner: the exact row
+    kd = k * k_norm[None, :] * tl.exp2(total)
+    d_kd = d_kd * -shrink * half[:, None]
+    d_kd = _product(row_ki, tl.trans(d_keys), tl.trans(d_keys_rest), d_kd, precision, FINE)
+    d_log = d_kd * _seen(kd, io, FINE)
     # Of what a token reads, its value counts for it and what its key finds against it. 1 - beta is exact.
     part = tl.arange(0, V // 16)
     d_read = tl.sum(tl.load(along_ptr + (program * (V // 16) + part[:, None]) * C + c[None, :]), 0)
@@ -260,14 +298,18 @@ def gradient_kernel(
     d_beta = d_read / (1.0 + tl.exp2(beta_logit * 1.4426950408889634))
     tl.store(d_beta_ptr + (start + c) * H + head, d_beta.to(d_beta_ptr.dtype.element_ty), mask=live)
     d_k = d_kd * tl.exp2(total)
-    d_qd = tl.dot(ki, tl.trans(d_mqk), d_qd * shrink * half[:, None], input_precision=precision)
+    d_qd = d_qd * shrink * half[:, None]
+    d_qd = _product(row_ki, tl.trans(d_mqk), tl.trans(d_mqk_rest), d_qd, precision, FINE)
     q = _columns(q_at, tokens, live)
     q_norm = tl.rsqrt(tl.sum(q * q, 0) + _EPS)
-    qd = (q * q_norm[None, :] * (tl.exp2(total) * scale)).to(io)
-    d_log += d_qd * qd.to(tl.float32)
-    d_ki = tl.dot(kd, d_keys, d_kr, input_precision=precision)
-    d_ki = tl.dot(qd, d_mqk, d_ki, input_precision=precision)
-    d_log -= d_ki * ki.to(tl.float32) + alone
+    qd = q * q_norm[None, :] * (tl.exp2(total) * scale)
+    d_log += d_qd * _seen(qd, io, FINE)
+    d_ki = _product(kd, d_keys, d_keys_rest, d_kr, precision, FINE)
+    d_ki = _product(qd, d_mqk, d_mqk_rest, d_ki, precision, FINE)
+    if FINE:
+        d_log -= d_ki * (_columns(k_at, tokens, live) * k_norm[None, :] * tl.exp2(-total))
+    else:
+        d_log -= d_ki * ki + alone
     d_k += d_ki * tl.exp2(-total)
     d_q = d_qd * (tl.exp2(total) * scale)
 
@@ -298,10 +340,12 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in tokens}
     given |= dict.fromkeys(("a_log_ptr", "bias_ptr", "along_ptr", "d_gate_ptr"), "*fp32")
     given |= {"start_ptr": "*i32:1", "length_ptr": "*i32:1"}
-    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "C": 32, "EXACT": False}
+    given |= {"token_low": "i32", "bound": "fp32", "scale": "fp32", "H": "i32", "C": 32}
     cases = []
     fewer = [(128, 64), (64, 128), (64, 64), (64, 16), (32, 64), (16, 64)] if arch == 90 else []
     for K, V in [(128, 128), *fewer]:
-        options = settings(K, V, arch)
-        cases.append((gradient_kernel, given | {"K": K, "V": V, "BV": options.pop("BV")}, options))
+        for fine, rest in ((False, None), (True, None), (True, "*bf16")):
+            options = settings(K, V, arch, fine=fine)
+            shape = {"K": K, "V": V, "BV": options.pop("BV"), "FINE": fine, "states_rest_ptr": rest}
+            cases.append((gradient_kernel, given | shape, options))
     return cases

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from openk3.ops.backend import multiprocessors
 from openk3.ops.kda import gluon_launch
+from openk3.ops.kda.prepare_kernel import rest_arguments
 from openk3.ops.kda.workspace import CutWorkspace, copyable
 from openk3.ops.norm import L2_EPS
 
@@ -35,13 +36,14 @@ def fits(*rows_THK: Tensor) -> bool:
 
 
 def pointers(w: CutWorkspace) -> gluon_launch.Group:
-    """The eight tensors of a workspace as arguments, in the order of the Triton kernel."""
+    """All tensors of a workspace as arguments, in the order of the Triton kernel."""
 
     def tensors() -> tuple[Tensor | None, ...]:
-        return w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta
+        rests = (w.kr_rest, w.nkd_rest, w.inv_rest, w.qd_rest)
+        return w.nkd, w.qd, w.kr, *rests, w.inv, w.mqk, w.decay, w.beta
 
-    narrow, wide, dtype, rest, _ = w.place
-    return gluon_launch.Group(("pointers", dtype, rest, (narrow | wide) % 16), w.place, tensors)
+    narrow, wide, dtype, rests, _ = w.place
+    return gluon_launch.Group(("pointers", dtype, rests, (narrow | wide) % 16), w.place, tensors)
 
 
 def launch(arguments: tuple[Any, ...], total: int, *, K: int, C: int) -> None:
@@ -141,29 +143,34 @@ def _norm(x, zero):
 
 
 @gluon.jit
+def _put(x, ptr, rest_ptr, at):
+    """Store x in bfloat16, and what rounding leaves of it where that is wanted."""
+    rounded = x.to(gl.bfloat16)
+    gl.store(ptr + at, rounded)
+    if rest_ptr is not None:
+        gl.store(rest_ptr + at, (x - rounded.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
 def _piece(k, q, k_norm, q_norm, sums_s, factor_s, right_s, outputs, at, back, FIRST: gl.constexpr):
     """32 channels: outputs written, ki in shared memory; kd and qd as the left operand of the product.
 
     Its rows are eight tokens of kd, the same eight of qd, and so on: a thread of the product holds a token of both. Its
     columns are channels in an order in which a thread has eight neighbouring ones; ki is stored in the same order.
     """
-    nkd_ptr, qd_ptr, kr_ptr, kr_rest_ptr = outputs
+    nkd_ptr, qd_ptr, kr_ptr, kr_rest_ptr, nkd_rest_ptr, qd_rest_ptr = outputs
     C: gl.constexpr = k.shape[0]
-    io: gl.constexpr = gl.bfloat16
     sums = sums_s.slice(FIRST, 32, 1).load(k.type.layout)
     factor = factor_s.slice(FIRST, 32, 0).load(gl.SliceLayout(0, k.type.layout))
     k32 = k.to(gl.float32) * k_norm
     up = _exp2(sums)
     ki = k32 * _exp2(2 * _CENTRE - sums)
     right_s.store(ki.reshape((C, 4, 8)).permute((0, 2, 1)).reshape((C, 32)))
-    kr = ki * factor[None, :]
-    gl.store(kr_ptr + at + FIRST, kr.to(io))
-    if kr_rest_ptr is not None:
-        gl.store(kr_rest_ptr + at + FIRST, (kr - kr.to(io).to(gl.float32)).to(io))
+    _put(ki * factor[None, :], kr_ptr, kr_rest_ptr, at + FIRST)
     kd = k32 * up
-    gl.store(nkd_ptr + at + FIRST, (kd * -back).to(io))
+    _put(kd * -back, nkd_ptr, nkd_rest_ptr, at + FIRST)
     qd = q.to(gl.float32) * q_norm * up
-    gl.store(qd_ptr + at + FIRST, (qd * back).to(io))
+    _put(qd * back, qd_ptr, qd_rest_ptr, at + FIRST)
     return gl.join(kd, qd).reshape((C // 8, 8, 4, 8, 2)).permute((0, 4, 1, 3, 2)).reshape((2 * C, 32))
 
 
@@ -187,6 +194,9 @@ def prepare_gluon(
     qd_ptr,
     kr_ptr,
     kr_rest_ptr,
+    nkd_rest_ptr,
+    inv_rest_ptr,
+    qd_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
@@ -280,7 +290,7 @@ def prepare_gluon(
         k_norm = _norm(k, late)
         q_norm = _norm(q, late) * scale
         tma.async_copy_global_to_shared(logit_d, [start_next, head_next * K], bar, logit_s, pred=more)
-        outputs = (nkd_ptr, qd_ptr, kr_ptr, kr_rest_ptr)
+        outputs = (nkd_ptr, qd_ptr, kr_ptr, kr_rest_ptr, nkd_rest_ptr, qd_rest_ptr)
         rows = at * (C * K) + place
         left0 = _piece(k[0], q[0], k_norm, q_norm, sums_s, factor_s, right0_s, outputs, rows, back, 0)
         left1 = _piece(k[1], q[1], k_norm, q_norm, sums_s, factor_s, right1_s, outputs, rows, back, 32)
@@ -310,7 +320,7 @@ def prepare_gluon(
 
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     turned_s = lower_s._reinterpret(gl.float32, [SLOTS, C, C], whole)
-    _invert(turned_s, inv_ptr, block, total, C, SLOTS)
+    _invert(turned_s, inv_ptr, inv_rest_ptr, block, total, C, SLOTS)
 
 
 @gluon.jit
@@ -321,7 +331,16 @@ def _row(x, place, i):
 
 
 @gluon.jit
-def _invert(turned_s, inv_ptr, block, total, C: gl.constexpr, SLOTS: gl.constexpr):
+def _put_row(done, left, inv_ptr, inv_rest_ptr, offset):
+    """Store a row of the inverse with what rounding left of the one above it; and what this leaves."""
+    rounded = (done + left).to(gl.bfloat16)
+    gl.store(inv_ptr + offset, rounded)
+    if inv_rest_ptr is not None:
+        gl.store(inv_rest_ptr + offset, (done - rounded.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
+def _invert(turned_s, inv_ptr, inv_rest_ptr, block, total, C: gl.constexpr, SLOTS: gl.constexpr):
     """(I + lower)^-1 of every slot: a warp for each, a lane for each column; turned_s[slot, i, j] = lower[j, i].
 
     A finished row goes into all later ones at once: no chain of sums. The factors of a step are one broadcast. Each
@@ -340,7 +359,7 @@ def _invert(turned_s, inv_ptr, block, total, C: gl.constexpr, SLOTS: gl.constexp
     bottom = gl.where(column3 == row3 + half, 1.0, gl.zeros([SLOTS, C, half], gl.float32, COLUMN))
     place = gl.zeros([SLOTS, C, half], gl.int32, COLUMN) + row3
     index = gl.minimum(block + slot, total - 1)
-    inv_ptr += (index.to(gl.int64) * (C * C))[:, None, None] + column3
+    offset = (index.to(gl.int64) * (C * C))[:, None, None] + column3
     left = gl.zeros([SLOTS, C, 1], gl.float32, COLUMN)
     for i in gl.static_range(C - 1):
         below = turned_s.slice(i, 1, 1).slice(half, half, 2).load(COLUMN)
@@ -353,9 +372,9 @@ def _invert(turned_s, inv_ptr, block, total, C: gl.constexpr, SLOTS: gl.constexp
         else:
             done = _row(bottom, place, i - half)
             bottom = gl.where(row3 > i - half, bottom - below * done, bottom)
-        gl.store(inv_ptr + i * C, (done + left).to(io))
+        _put_row(done, left, inv_ptr, inv_rest_ptr, offset + i * C)
         left = done - done.to(io).to(gl.float32)
-    gl.store(inv_ptr + (C - 1) * C, (_row(bottom, place, half - 1) + left).to(io))
+    _put_row(_row(bottom, place, half - 1), left, inv_ptr, inv_rest_ptr, offset + (C - 1) * C)
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -368,4 +387,4 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     arguments |= dict.fromkeys(("bound", "middle", "scale"), "fp32")
     arguments |= dict.fromkeys(("H", "total", "ahead"), "i32")
     arguments |= {"K": 128, "C": 32, "SLOTS": SLOTS}
-    return [(prepare_gluon, arguments | {"kr_rest_ptr": rest}, settings()) for rest in ("*bf16", None)]
+    return [(prepare_gluon, arguments | rests, settings()) for rests in rest_arguments("*bf16")]

@@ -18,7 +18,7 @@ from torch import Tensor
 from openk3.ops.backend import prefers_gluon
 from openk3.ops.kda.reference import KdaGate
 from openk3.ops.kda.tiles import Span
-from openk3.ops.kda.workspace import CutWorkspace, Workspace
+from openk3.ops.kda.workspace import FEW_HEADS, CutWorkspace, Workspace, kept
 from openk3.ops.norm import L2_EPS
 
 _LOG2E = math.log2(math.e)
@@ -37,17 +37,16 @@ def prepare(
     gate: KdaGate,
     *,
     span: Span,
-    backward: bool = False,
+    rests: tuple[str, ...] = (),
 ) -> Workspace:
     """Workspace of the tiles of `span`; tokens are all tokens, contiguous. The gate must be bounded.
 
-    `backward`: for reverse scans as well.
+    `rests`: what is to be there of what rounding leaves (`workspace.kept`); nothing in float32.
     """
     _, H, K = q_THK.shape
     X, C = span.num_tiles, span.chunk
     dtype = workspace_dtype(q_THK.dtype)
-    rest = backward and dtype != torch.float32
-    w = CutWorkspace((X, H, C, K), dtype, q_THK.device, rest=rest)
+    w = CutWorkspace((X, H, C, K), dtype, q_THK.device, rests=() if dtype == torch.float32 else rests)
     if X * H == 0:
         return w
     assert gate.lower_bound is not None
@@ -60,7 +59,7 @@ def prepare(
         if prepare_gluon.fits(q_THK, k_THK, decay_logit_THK):
             prepare_gluon.launch((*tokens, prepare_gluon.pointers(w), *others), X * H, K=K, C=C)
             return w
-    outputs = (w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta)
+    outputs = (w.nkd, w.qd, w.kr, w.kr_rest, w.nkd_rest, w.inv_rest, w.qd_rest, w.inv, w.mqk, w.decay, w.beta)
     prepare_kernel[(X * H,)](*tokens, *outputs, *others, K=K, C=C, EXACT=dtype == torch.float32, **settings())
     return w
 
@@ -129,6 +128,9 @@ def prepare_kernel(
     qd_ptr,
     kr_ptr,
     kr_rest_ptr,
+    nkd_rest_ptr,
+    inv_rest_ptr,
+    qd_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
@@ -179,8 +181,13 @@ def prepare_kernel(
     back = _exp2(middle)
     io = nkd_ptr.dtype.element_ty
     rows = program * (C * K) + token * K + channel[None, None, :]
-    tl.store(nkd_ptr + rows, (kd * -back).to(io))
-    tl.store(qd_ptr + rows, (qd * back).to(io))
+    nkd, qd_back = kd * -back, qd * back
+    tl.store(nkd_ptr + rows, nkd.to(io))
+    tl.store(qd_ptr + rows, qd_back.to(io))
+    if nkd_rest_ptr is not None:
+        tl.store(nkd_rest_ptr + rows, (nkd - nkd.to(io).to(tl.float32)).to(io))
+    if qd_rest_ptr is not None:
+        tl.store(qd_rest_ptr + rows, (qd_back - qd_back.to(io).to(tl.float32)).to(io))
     kr = ki * _exp2(last - middle)[None, None, :]
     tl.store(kr_ptr + rows, kr.to(io))
     if kr_rest_ptr is not None:
@@ -203,7 +210,10 @@ def prepare_kernel(
         # to what was written. With keys that are nearly one this is as good as a format of twice the digits.
         left = inverse - inverse.to(io).to(tl.float32)
         below = tl.where(c[:, None] == c[None, :] + 1, 1.0, 0.0)
-        inverse += tl.dot(below, left, input_precision=precision)
+        shifted = inverse + tl.dot(below, left, input_precision=precision)
+        if inv_rest_ptr is not None:
+            tl.store(inv_rest_ptr + square, (inverse - shifted.to(io).to(tl.float32)).to(io))
+        inverse = shifted
     tl.store(inv_ptr + square, inverse.to(io))
 
 
@@ -221,4 +231,10 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         "H": "i32",
     }
     arguments |= {"K": 128, "C": 32, "EXACT": False}
-    return [(prepare_kernel, arguments | {"kr_rest_ptr": rest}, settings()) for rest in ("*bf16", None)]
+    return [(prepare_kernel, arguments | rests, settings()) for rests in rest_arguments("*bf16")]
+
+
+def rest_arguments(kind: str) -> list[dict[str, str | None]]:
+    """Which rests the launchers ask for, as arguments of this kind: those for many heads, none, those for few."""
+    names = kept(1)
+    return [{f"{x}_ptr": kind if x in asked else None for x in names} for asked in (kept(FEW_HEADS + 1), (), names)]

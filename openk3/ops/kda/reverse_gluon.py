@@ -20,6 +20,8 @@ from openk3.ops.kda.scan_gluon import ROWS, put_states, put_tokens
 from openk3.ops.kda.tiles import Span
 from openk3.ops.kda.workspace import Workspace
 
+RESTS = ("kr_rest", "nkd_rest", "inv_rest", "qd_rest")  # in the order of the kernel's arguments
+
 
 def reverse_scan(
     workspace: Workspace,
@@ -39,7 +41,7 @@ def reverse_scan(
     constants = {"K": K, "V": V, "C": C, "STAGES": options.pop("STAGES")}
     assert workspace.kr_rest is not None
     arguments = [
-        *(*tiles_of(workspace, rest=True), matrix(d_o_THV, H * V, (C, V))),
+        *(*tiles_of(workspace, RESTS, rest=True), matrix(d_o_THV, H * V, (C, V))),
         None if out.along is None or v_THV is None else matrix(v_THV, H * V, (C, V)),
         *(None if x is None else matrix(x, K, (ROWS, K)) for x in (out.d_states, out.d_states_rest)),
         *(out.d_v, out.along, d_leaving_PHKV, out.d_entering),
@@ -56,8 +58,8 @@ def settings() -> dict[str, int]:
 @gluon.jit
 def _produce(descriptors, ring, full, empty, start_ptr, low, steps, H, head, V: gl.constexpr, BYTES: gl.constexpr):
     """The copy warp: tile after tile, from the last, into the next free stage of the ring."""
-    nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, d_o_d, v_d = descriptors
-    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
+    nkd_d, qd_d, kr_d, kr_rest_d, rests, inv_d, mqk_d, decay_d, beta_d, d_o_d, v_d = descriptors
+    nkd_s, qd_s, kr_s, kr_rest_s, rests_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
     STAGES: gl.constexpr = nkd_s.shape[0]
     C: gl.constexpr = nkd_s.shape[1]
     for step in range(steps):
@@ -77,6 +79,8 @@ def _produce(descriptors, ring, full, empty, start_ptr, low, steps, H, head, V: 
         tma.async_copy_global_to_shared(decay_d, [at, 0], bar, decay_s.index(stage))
         tma.async_copy_global_to_shared(qd_d, [at * C, 0], bar, qd_s.index(stage))
         tma.async_copy_global_to_shared(nkd_d, [at * C, 0], bar, nkd_s.index(stage))
+        for n in gl.static_range(len(rests)):
+            tma.async_copy_global_to_shared(rests[n], [at * C, 0], bar, rests_s[n].index(stage))
         if v_d is not None:
             tma.async_copy_global_to_shared(v_d, [start, head * V], bar, v_s.index(stage))
 
@@ -84,7 +88,7 @@ def _produce(descriptors, ring, full, empty, start_ptr, low, steps, H, head, V: 
 @gluon.jit
 def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr):
     """A warpgroup: rows 64 GROUP + 0..63 of the transposed gradient of the state of one head of one run."""
-    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
+    nkd_s, qd_s, kr_s, kr_rest_s, rests_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s = ring
     d_states_d, d_states_rest_d, d_v_s, d_states_s = stores
     d_v_ptr, along_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr = pointers
     run_head, low, steps, H, head = place
@@ -131,6 +135,8 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
         low_part = (d_write - high.to(gl.float32)).to(gl.bfloat16)
         d_v = warpgroup_mma(gl.convert_layout(high, left), inv_s.index(stage), zero, use_acc=False, is_async=True)
         d_v = warpgroup_mma(gl.convert_layout(low_part, left), inv_s.index(stage), d_v, is_async=True)
+        if len(rests_s) > 0:
+            d_v = warpgroup_mma(gl.convert_layout(high, left), rests_s[1].index(stage), d_v, is_async=True)
         state = warpgroup_mma(gl.convert_layout(d_o, wide_left), qd_s.index(stage), state, is_async=True)
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         d_v = warpgroup_mma_wait(1, (d_v,))
@@ -139,6 +145,10 @@ def _consume(ring, full, empty, stores, pointers, place, K: gl.constexpr, V: gl.
         state = warpgroup_mma(gl.convert_layout(d_v_io, wide_left), nkd_s.index(stage), state, is_async=True)
         low_part = (d_v - d_v_io.to(gl.float32)).to(gl.bfloat16)
         state = warpgroup_mma(gl.convert_layout(low_part, wide_left), nkd_s.index(stage), state, is_async=True)
+        if len(rests_s) > 0:
+            nkd_rest, qd_rest = rests_s[0].index(stage), rests_s[2].index(stage)
+            state = warpgroup_mma(gl.convert_layout(d_v_io, wide_left), nkd_rest, state, is_async=True)
+            state = warpgroup_mma(gl.convert_layout(d_o, wide_left), qd_rest, state, is_async=True)
         if along_ptr is not None:
             v = v_s.index(stage).slice(column, ROWS, 1).permute((1, 0)).load(narrow).to(gl.float32)
             along = gl.sum((d_v * v).reshape((4, 16, C)), 1)
@@ -163,6 +173,9 @@ def reverse_kernel(
     qd_d,
     kr_d,
     kr_rest_d,
+    nkd_rest_d,
+    inv_rest_d,
+    qd_rest_d,
     inv_d,
     mqk_d,
     decay_d,
@@ -196,6 +209,14 @@ def reverse_kernel(
     qd_s = gl.allocate_shared_memory(io, [STAGES, C, K], qd_d.layout)
     kr_s = gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
     kr_rest_s = gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
+    rests = ()
+    rests_s = ()
+    if nkd_rest_d is not None:
+        nkd_rest_s = gl.allocate_shared_memory(io, [STAGES, C, K], nkd_d.layout)
+        inv_rest_s = gl.allocate_shared_memory(io, [STAGES, C, C], inv_d.layout)
+        qd_rest_s = gl.allocate_shared_memory(io, [STAGES, C, K], qd_d.layout)
+        rests = (nkd_rest_d, inv_rest_d, qd_rest_d)
+        rests_s = (nkd_rest_s, inv_rest_s, qd_rest_s)
     inv_s = gl.allocate_shared_memory(io, [STAGES, C, C], inv_d.layout)
     mqk_s = gl.allocate_shared_memory(io, [STAGES, C, C], mqk_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decay_d.layout)
@@ -210,14 +231,15 @@ def reverse_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, d_o_d, v_d)
-    ring = (nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s)
+    descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, rests, inv_d, mqk_d, decay_d, beta_d, d_o_d, v_d)
+    ring = (nkd_s, qd_s, kr_s, kr_rest_s, rests_s, inv_s, mqk_s, decay_s, beta_s, d_o_s, v_s)
     pointers = (d_v_ptr, along_ptr, d_leaving_ptr, d_entering_ptr, start_ptr, length_ptr)
     place = (run_head.to(gl.int64), low, steps, H, head)
     first = (d_states_d, d_states_rest_d, d_v_s.index(0), d_states_s)
     second = (d_states_d, d_states_rest_d, d_v_s.index(1), d_states_s)
     VALUES: gl.constexpr = C * V if v_d is None else 2 * C * V
-    BYTES: gl.constexpr = 2 * (4 * C * K + 2 * C * C + VALUES) + 4 * K + 4 * C
+    RESTS: gl.constexpr = 0 if nkd_rest_d is None else 2 * C * K + C * C
+    BYTES: gl.constexpr = 2 * (4 * C * K + 2 * C * C + RESTS + VALUES) + 4 * K + 4 * C
     gl.warp_specialize(
         [
             (_consume, (ring, full, empty, first, pointers, place, K, V, 0)),
@@ -245,4 +267,6 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         written | {"d_v_ptr": "*bf16", "d_leaving_ptr": "*fp32", "d_entering_ptr": None},
         dict.fromkeys((*written, "d_v_ptr", "along_ptr", "v_d", "d_leaving_ptr")) | {"d_entering_ptr": "*fp32"},
     ]
-    return [(reverse_kernel, given | variant, options) for variant in variants]
+    shapes = {"nkd_rest_d": (C, K), "inv_rest_d": (C, C), "qd_rest_d": (C, K)}
+    rests = [dict.fromkeys(shapes), {name: block_type(shape) for name, shape in shapes.items()}]
+    return [(reverse_kernel, given | variant | some, options) for some in rests for variant in variants]

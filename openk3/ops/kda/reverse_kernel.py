@@ -57,7 +57,8 @@ def reverse_scan(
         return
     w = workspace
     reverse_kernel[(runs * H * (V // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, d_o_THV, v_THV, d_leaving_PHKV),
+        *(w.nkd, w.qd, w.kr, w.kr_rest, w.nkd_rest, w.inv_rest, w.qd_rest, w.inv, w.mqk, w.decay, w.beta),
+        *(d_o_THV, v_THV, d_leaving_PHKV),
         *(out.d_v, out.d_states, out.d_states_rest, out.d_entering, out.along),
         *(span.start_X, span.length_X, span.first_P, span.tile_low, H),
         K=K,
@@ -100,6 +101,9 @@ def reverse_kernel(
     qd_ptr,
     kr_ptr,
     kr_rest_ptr,
+    nkd_rest_ptr,
+    inv_rest_ptr,
+    qd_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
@@ -176,6 +180,8 @@ def reverse_kernel(
         if precision != "ieee":
             rest = (d_write - d_write.to(io).to(tl.float32)).to(io)
             d_v = tl.dot(rest, inv, d_v, input_precision=precision)
+        if inv_rest_ptr is not None:
+            d_v = tl.dot(d_write.to(io), tl.load(inv_rest_ptr + at * (C * C) + square), d_v, input_precision=precision)
         d_v *= beta[None, :]
         if along_ptr is not None:
             v = tl.load(v_ptr + first + tokens, mask=live, other=0.0)
@@ -190,6 +196,10 @@ def reverse_kernel(
         state = tl.dot(d_v, nkd, state, input_precision=precision)
         if precision != "ieee":
             state = tl.dot(rest, nkd, state, input_precision=precision)
+        if nkd_rest_ptr is not None:
+            state = tl.dot(d_v, tl.load(nkd_rest_ptr + at * (C * K) + wide), state, input_precision=precision)
+        if qd_rest_ptr is not None:
+            state = tl.dot(tl.trans(d_o), tl.load(qd_rest_ptr + at * (C * K) + wide), state, input_precision=precision)
     if d_entering_ptr is not None:
         tl.store(d_entering_ptr + at_state + inner, state)
 
@@ -253,5 +263,6 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     )
     folding = {"maps_ptr": "*fp32", "d_state_ptr": "*fp32", "written_ptr": "*fp32", "parts_ptr": "*i32:1"}
     folding |= {"part_low": "i32", "count": "i32", "H": "i32", "K": 128, "V": 128, "BV": 16}
-    cases = [(reverse_kernel, given | variant, options) for variant in variants]
+    rests = [dict.fromkeys(("nkd_rest_ptr", "inv_rest_ptr", "qd_rest_ptr"), kind) for kind in (None, "*bf16")]
+    cases = [(reverse_kernel, given | variant | some, options) for some in rests for variant in variants]
     return [*cases, (reverse_fold_kernel, folding, {"num_warps": 8, "num_stages": 2})]

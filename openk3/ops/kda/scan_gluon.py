@@ -25,6 +25,7 @@ from openk3.ops.kda.tiles import Span
 from openk3.ops.kda.workspace import Workspace
 
 ROWS = 64  # of the transposed state in a warpgroup: one tensor-core tile
+RESTS = ("kr_rest", "nkd_rest", "inv_rest")  # in the order of the kernel's arguments
 
 
 def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor | None, outputs: ScanOutputs) -> None:
@@ -54,8 +55,8 @@ def _launch(
     assert not careful or workspace.kr_rest is not None
     assert out.r_rest is None or (out.r is not None and out.states is not None)
     arguments = [
-        *(*tiles_of(workspace, rest=careful), matrix(v_THV, H * V, (C, width))),
-        None if out.states is None else matrix(out.states, K, (ROWS, K)),
+        *(*tiles_of(workspace, RESTS, rest=careful), matrix(v_THV, H * V, (C, width))),
+        *(None if x is None else matrix(x, K, (ROWS, K)) for x in (out.states, out.states_rest)),
         *(out.o, out.r, out.r_rest, initial, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.tile_low, span.token_low, H),
     ]
@@ -85,8 +86,8 @@ def _produce(
     BYTES: gl.constexpr,
 ):
     """The copy warp: tile after tile into the next free stage of the ring; BYTES of a stage, without v."""
-    nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d = descriptors
-    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
+    nkd_d, qd_d, kr_d, kr_rest_d, nkd_rest_d, inv_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d = descriptors
+    nkd_s, qd_s, kr_s, kr_rest_s, nkd_rest_s, inv_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
     STAGES: gl.constexpr = nkd_s.shape[0]
     C: gl.constexpr = nkd_s.shape[1]
     VALUES: gl.constexpr = 2 * C * v_s.shape[2]
@@ -104,6 +105,9 @@ def _produce(
         tma.async_copy_global_to_shared(nkd_d, [at * C, 0], bar, nkd_s.index(stage))
         tma.async_copy_global_to_shared(beta_d, [at, 0], bar, beta_s.index(stage))
         tma.async_copy_global_to_shared(inv_d, [at * C, 0], bar, inv_s.index(stage))
+        if nkd_rest_d is not None:
+            tma.async_copy_global_to_shared(nkd_rest_d, [at * C, 0], bar, nkd_rest_s.index(stage))
+            tma.async_copy_global_to_shared(inv_rest_d, [at * C, 0], bar, inv_rest_s.index(stage))
         tma.async_copy_global_to_shared(decay_d, [at, 0], bar, decay_s.index(stage))
         tma.async_copy_global_to_shared(kr_d, [at * C, 0], bar, kr_s.index(stage))
         if kr_rest_d is not None:
@@ -150,8 +154,8 @@ def _consume(
     GROUP: gl.constexpr,
 ):
     """A warpgroup: rows `column` + 0..63 of the transposed state of one head of one run."""
-    nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
-    states_d, kr_rest_d, o_s, r_s, states_s = stores
+    nkd_s, qd_s, kr_s, kr_rest_s, nkd_rest_s, inv_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s = ring
+    states_d, states_rest_d, kr_rest_d, nkd_rest_d, o_s, r_s, states_s = stores
     outputs, initial_ptr, start_ptr, length_ptr, mark_ptr, token_low = pointers
     o_ptr, r_ptr, r_rest_ptr, final_ptr, saved_ptr = outputs
     run_head, low, steps, H, head = place
@@ -194,9 +198,15 @@ def _consume(
         beta = beta_s.index(stage).reshape([C]).load(gl.SliceLayout(0, narrow))
         error = warpgroup_mma(entering, nkd_s.index(stage).permute((1, 0)), v, is_async=True)
         if kr_rest_d is not None:  # gradients of what reads these states want them better than outputs do
-            rest = gl.convert_layout((state - rounded.to(gl.float32)).to(gl.bfloat16), left)
+            state_rest = (state - rounded.to(gl.float32)).to(gl.bfloat16)
+            rest = gl.convert_layout(state_rest, left)
             error = warpgroup_mma(rest, nkd_s.index(stage).permute((1, 0)), error, is_async=True)
-        if states_d is not None:
+        if nkd_rest_d is not None:
+            error = warpgroup_mma(entering, nkd_rest_s.index(stage).permute((1, 0)), error, is_async=True)
+        if states_rest_d is not None:
+            put_states(rounded, states_s.index(2 * GROUP), states_d, ((low + step) * H + head) * V + column)
+            put_states(state_rest, states_s.index(2 * GROUP + 1), states_rest_d, ((low + step) * H + head) * V + column)
+        elif states_d is not None:
             buffer = states_s.index(2 * GROUP + (step & 1))
             put_states(rounded, buffer, states_d, ((low + step) * H + head) * V + column)
         error = warpgroup_mma_wait(0, (error,))
@@ -207,6 +217,9 @@ def _consume(
         )
         rest = (strong_wide - strong.to(gl.float32)).to(gl.bfloat16)  # the rounding of one part would be felt
         write = warpgroup_mma(gl.convert_layout(rest, left), inv_s.index(stage).permute((1, 0)), write, is_async=True)
+        if nkd_rest_d is not None:
+            inv_rest = inv_rest_s.index(stage).permute((1, 0))
+            write = warpgroup_mma(gl.convert_layout(strong, left), inv_rest, write, is_async=True)
         if o_ptr is not None:
             out = warpgroup_mma(entering, qd_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         decay = decay_s.index(stage).reshape([K]).load(gl.SliceLayout(0, wide))
@@ -260,12 +273,15 @@ def scan_kernel(
     qd_d,
     kr_d,
     kr_rest_d,
+    nkd_rest_d,
+    inv_rest_d,
     inv_d,
     mqk_d,
     decay_d,
     beta_d,
     v_d,
     states_d,
+    states_rest_d,
     o_ptr,
     r_ptr,
     r_rest_ptr,
@@ -301,6 +317,10 @@ def scan_kernel(
     kr_s = gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
     kr_rest_s = kr_s if kr_rest_d is None else gl.allocate_shared_memory(io, [STAGES, C, K], kr_d.layout)
     inv_s = gl.allocate_shared_memory(io, [STAGES, C, C], inv_d.layout)
+    nkd_rest_s, inv_rest_s = nkd_s, inv_s
+    if nkd_rest_d is not None:
+        nkd_rest_s = gl.allocate_shared_memory(io, [STAGES, C, K], nkd_d.layout)
+        inv_rest_s = gl.allocate_shared_memory(io, [STAGES, C, C], inv_d.layout)
     qd_s = gl.allocate_shared_memory(io, [STAGES if READ else 1, C, K], qd_d.layout)
     mqk_s = gl.allocate_shared_memory(io, [STAGES if READ else 1, C, C], mqk_d.layout)
     decay_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], decay_d.layout)
@@ -315,15 +335,16 @@ def scan_kernel(
     o_s = gl.allocate_shared_memory(io, [GROUPS, C, 64], v_d.layout)
     r_s = o_s if r_ptr is None else gl.allocate_shared_memory(io, [GROUPS, C, 64], v_d.layout)
     states_s = o_s if states_d is None else gl.allocate_shared_memory(io, [2 * GROUPS, 64, K], states_d.layout)
-    descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d)
-    ring = (nkd_s, qd_s, kr_s, kr_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s)
+    descriptors = (nkd_d, qd_d, kr_d, kr_rest_d, nkd_rest_d, inv_rest_d, inv_d, mqk_d, decay_d, beta_d, v_d)
+    ring = (nkd_s, qd_s, kr_s, kr_rest_s, nkd_rest_s, inv_rest_s, inv_s, mqk_s, decay_s, beta_s, v_s)
     outputs = (o_ptr, r_ptr, r_rest_ptr, final_ptr, saved_ptr)
     pointers = (outputs, initial_ptr, start_ptr, length_ptr, mark_ptr, token_low)
     place = (run_head.to(gl.int64), low, steps, H, head)
-    first = (states_d, kr_rest_d, o_s.index(0), r_s.index(0), states_s)
+    first = (states_d, states_rest_d, kr_rest_d, nkd_rest_d, o_s.index(0), r_s.index(0), states_s)
     rows: gl.constexpr = 3 if READ else 2
     more: gl.constexpr = 0 if kr_rest_d is None else 1
-    BYTES: gl.constexpr = 2 * ((rows + more) * C * K + (rows - 1) * C * C) + 4 * K + 4 * C
+    few: gl.constexpr = 0 if nkd_rest_d is None else 1
+    BYTES: gl.constexpr = 2 * ((rows + more + few) * C * K + (rows - 1 + few) * C * C) + 4 * K + 4 * C
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -337,7 +358,7 @@ def scan_kernel(
             [24],
         )
     else:
-        second = (states_d, kr_rest_d, o_s.index(1), r_s.index(1), states_s)
+        second = (states_d, states_rest_d, kr_rest_d, nkd_rest_d, o_s.index(1), r_s.index(1), states_s)
         gl.warp_specialize(
             [
                 (_consume, (ring, full, empty, first, pointers, place, column, K, V, MAPS, 0)),
@@ -367,10 +388,14 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         {"final_ptr": "*fp32", "MAPS": True},
         {"final_ptr": "*fp32", "MAPS": True, "kr_rest_d": block_type((C, K))},
     ]
+    few = {"nkd_rest_d": block_type((C, K)), "inv_rest_d": block_type((C, C))}
+    rest = {"states_rest_d": block_type((ROWS, K))}
+    writes += [writes[n] | some for some in (few, few | rest) for n in (0, 1)] + [writes[7] | few]
     given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d"), block_type((C, K)))
     given |= dict.fromkeys(("inv_d", "mqk_d"), block_type((C, C)))
     given |= {"decay_d": block_type((1, K), torch.float32), "beta_d": block_type((1, C), torch.float32)}
-    given |= dict.fromkeys(("kr_rest_d", "states_d", "o_ptr", "r_ptr", "r_rest_ptr"))
+    given |= dict.fromkeys(("kr_rest_d", "nkd_rest_d", "inv_rest_d", "states_d", "states_rest_d"))
+    given |= dict.fromkeys(("o_ptr", "r_ptr", "r_rest_ptr"))
     given |= dict.fromkeys(("initial_ptr", "final_ptr", "saved_ptr"))
     given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr"), "*i32:1")
     given |= {"tile_low": "i32", "token_low": "i32", "H": "i32", "K": K, "V": 128, "C": C, "MAPS": False}

@@ -31,6 +31,7 @@ class ScanOutputs:
     final: Tensor | None = None  # [P, H, K, V] float32
     saved: Tensor | None = None  # [rows, H, K, V] float32: states behind tiles that Span.mark_X names
     r_rest: Tensor | None = None  # as r: what rounding left of it
+    states_rest: Tensor | None = None  # as states, from a workspace with kr_rest
 
 
 def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor | None, outputs: ScanOutputs) -> None:
@@ -40,14 +41,15 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
         return
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
-    options = scan_settings(V, compute_capability(v_THV.device), states=outputs.states is not None)
+    states, few = outputs.states is not None, workspace.nkd_rest is not None
+    options = scan_settings(V, compute_capability(v_THV.device), states=states, few=few)
     if runs * H == 0:
         return
     w, out = workspace, outputs
     scan_kernel[(runs * H * (V // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, None if out.states is None else w.kr_rest),
+        *(w.nkd, w.qd, w.kr, *((None,) * 3 if out.states is None else (w.kr_rest, w.nkd_rest, w.inv_rest))),
         *(w.inv, w.mqk, w.decay, w.beta, v_THV, initial_PHKV),
-        *(out.o, out.r, out.r_rest, out.states, out.final, out.saved),
+        *(out.o, out.r, out.r_rest, out.states, out.states_rest, out.final, out.saved),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
         V=V,
@@ -68,14 +70,19 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
     maps = torch.empty(runs, H, V + K, K, dtype=torch.float32, device=v_THV.device)
-    options = scan_settings(V, compute_capability(v_THV.device), states=workspace.kr_rest is not None)
+    options = scan_settings(
+        V,
+        compute_capability(v_THV.device),
+        states=workspace.kr_rest is not None,
+        few=workspace.nkd_rest is not None,
+    )
     options["BV"] = min(options["BV"], K)
     if runs * H == 0:
         return maps
     w = workspace
     scan_kernel[(runs * H * ((V + K) // options["BV"]),)](
-        *(w.nkd, w.qd, w.kr, w.kr_rest, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
-        *(None, None, None, None, maps, None),
+        *(w.nkd, w.qd, w.kr, w.kr_rest, w.nkd_rest, w.inv_rest, w.inv, w.mqk, w.decay, w.beta, v_THV, None),
+        *(None, None, None, None, None, maps, None),
         *(span.start_X, span.length_X, span.mark_X, span.first_P, span.token_P, span.tile_low, span.token_low, H),
         K=K,
         V=V,
@@ -109,17 +116,18 @@ def fold(
         fold_kernel[(programs,)](*arguments, **constants, **options)
 
 
-def scan_settings(V: int, arch: int, *, states: bool = False) -> dict[str, int]:
+def scan_settings(V: int, arch: int, *, states: bool = False, few: bool = False) -> dict[str, int]:
     """Block of value channels, whether decay is loaded a tile ahead, and launch options, for an arch such as 90.
 
-    With `states`, which are stored and add up in two parts, larger blocks run out of registers.
+    With `states`, which are stored and add up in two parts, larger blocks run out of registers; and still sooner where
+    heads are `few`, with more in two parts.
     """
     if arch == 90:
-        block = min(V, 64 if states else 128)
+        block = min(V, (32 if few else 64) if states else 128)
         if states:
             return {"BV": block, "AHEAD": 1, "num_warps": 8 if block == 64 else 4, "num_stages": 3}
         return {"BV": block, "AHEAD": 1, "num_warps": 8 if block == 128 else 4, "num_stages": 3}
-    return {"BV": min(V, 32), "AHEAD": 0, "num_warps": 4, "num_stages": 2}
+    return {"BV": min(V, 32), "AHEAD": 0, "num_warps": 8 if few and V > 16 else 4, "num_stages": 2}
 
 
 @lru_cache
@@ -148,6 +156,8 @@ def scan_kernel(
     qd_ptr,
     kr_ptr,
     kr_rest_ptr,
+    nkd_rest_ptr,
+    inv_rest_ptr,
     inv_ptr,
     mqk_ptr,
     decay_ptr,
@@ -158,6 +168,7 @@ def scan_kernel(
     r_ptr,
     r_rest_ptr,
     states_ptr,
+    states_rest_ptr,
     final_ptr,
     saved_ptr,
     start_ptr,
@@ -234,12 +245,21 @@ def scan_kernel(
         error = tl.dot(tl.trans(v), eye, input_precision=precision)
         error = tl.dot(left, tl.trans(nkd), error, input_precision=precision)
         if kr_rest_ptr is not None:
-            error = tl.dot((state - left.to(tl.float32)).to(io), tl.trans(nkd), error, input_precision=precision)
+            rest = (state - left.to(tl.float32)).to(io)
+            if states_rest_ptr is not None:
+                tl.store(states_rest_ptr + at * (V * K) + value[:, None] * K + channel[None, :], rest)
+            error = tl.dot(rest, tl.trans(nkd), error, input_precision=precision)
+        if nkd_rest_ptr is not None:
+            nkd_rest = tl.load(nkd_rest_ptr + wide)
+            error = tl.dot(left, tl.trans(nkd_rest), error, input_precision=precision)
         strong = error * beta[None, :]
         write = tl.dot(strong.to(io), tl.trans(inv), input_precision=precision)
         if precision != "ieee":  # in two parts: the rounding of one would be felt
             rest = (strong - strong.to(io).to(tl.float32)).to(io)
             write = tl.dot(rest, tl.trans(inv), write, input_precision=precision)
+        if inv_rest_ptr is not None:
+            inv_rest = tl.load(inv_rest_ptr + square)
+            write = tl.dot(strong.to(io), tl.trans(inv_rest), write, input_precision=precision)
         exact = write
         write = write.to(io)
         if r_ptr is not None:
@@ -315,19 +335,23 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given: dict[str, Any] = dict.fromkeys(("nkd_ptr", "qd_ptr", "kr_ptr", "inv_ptr", "mqk_ptr", "v_ptr"), "*bf16")
     given |= dict.fromkeys(("start_ptr", "length_ptr", "mark_ptr", "first_ptr", "token_ptr"), "*i32:1")
     given |= dict.fromkeys(("decay_ptr", "beta_ptr"), "*fp32") | dict.fromkeys(("tile_low", "token_low", "H"), "i32")
-    given |= dict.fromkeys(("kr_rest_ptr", "initial_ptr", "o_ptr", "r_ptr", "r_rest_ptr"))
-    given |= dict.fromkeys(("states_ptr", "final_ptr", "saved_ptr"))
+    given |= dict.fromkeys(("kr_rest_ptr", "nkd_rest_ptr", "inv_rest_ptr", "initial_ptr", "o_ptr", "r_ptr"))
+    given |= dict.fromkeys(("r_rest_ptr", "states_ptr", "states_rest_ptr", "final_ptr", "saved_ptr"))
     given |= {"EVEN": True, "MAPS": False, "K": 128, "V": 128, "C": 32}
     state, cut = {"initial_ptr": "*fp32"}, {"EVEN": False}
     outputs = {"o_ptr": "*bf16", "final_ptr": "*fp32"}
     saving = outputs | {"saved_ptr": "*fp32"}
     backward = dict.fromkeys(("r_ptr", "r_rest_ptr", "states_ptr", "kr_rest_ptr"), "*bf16")
     maps = {"final_ptr": "*fp32", "MAPS": True}
+    few = dict.fromkeys(("nkd_rest_ptr", "inv_rest_ptr"), "*bf16")
     variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
     variants += [state | backward, backward, maps, maps | cut, maps | {"kr_rest_ptr": "*bf16"}]
+    rest = {"states_rest_ptr": "*bf16"}
+    variants += [some | backward | few | other for other in ({}, rest) for some in (state, {})]
+    variants += [maps | {"kr_rest_ptr": "*bf16"} | few]
     cases = []
     for variant in variants:
-        launch = scan_settings(128, arch, states="kr_rest_ptr" in variant)
+        launch = scan_settings(128, arch, states="kr_rest_ptr" in variant, few="nkd_rest_ptr" in variant)
         shape = {"BV": launch.pop("BV"), "AHEAD": launch.pop("AHEAD")}
         cases.append((scan_kernel, given | shape | variant, launch))
     folding = dict.fromkeys(("maps_ptr", "entering_ptr", "initial_ptr"), "*fp32") | {"parts_ptr": "*i32:1"}

@@ -6,6 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FEW_HEADS = 16  # A_log has one gradient a head: in so few sums the roundings that others drown are seen
+
+
+def kept(heads: int) -> tuple[str, ...]:
+    """What gradients want kept of what rounding leaves: that of kr; with few heads, of all that meets a state."""
+    return ("kr_rest", "nkd_rest", "inv_rest", "qd_rest") if heads <= FEW_HEADS else ("kr_rest",)
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -19,6 +26,9 @@ class Workspace:
     decay: Tensor  # [X, H, K] float32
     beta: Tensor  # [X, H, C] float32, zero behind a tile's last token
     kr_rest: Tensor | None = None  # [X, H, C, K]: what rounding left of kr, for reverse scans; None in float32
+    nkd_rest: Tensor | None = None  # as nkd; this and what follows where heads are few
+    inv_rest: Tensor | None = None  # as inv
+    qd_rest: Tensor | None = None  # as qd
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -44,19 +54,22 @@ class CutWorkspace(Workspace):
 
     narrow: Tensor
     wide: Tensor
-    place: tuple[int, int, torch.dtype, bool, tuple[int, int, int, int]]
+    place: tuple[int, int, torch.dtype, tuple[str, ...], tuple[int, int, int, int]]
 
     def __init__(
-        self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, rest: bool
+        self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, *, rests: tuple[str, ...]
     ) -> None:
         X, H, C, K = sizes
         rows, matrix = X * H * C * K, X * H * C * C
-        narrow = torch.empty((4 if rest else 3) * rows + 2 * matrix, dtype=dtype, device=device)
+        widths = [C if name == "inv_rest" else K for name in rests]
+        narrow = torch.empty(3 * rows + 2 * matrix + X * H * C * sum(widths), dtype=dtype, device=device)
         wide = torch.empty(X * H * (K + C), dtype=torch.float32, device=device)
         vars(self).update(narrow=narrow, wide=wide)
-        vars(self)["place"] = (narrow.data_ptr(), wide.data_ptr(), dtype, rest, sizes)
-        if rest:
-            vars(self)["kr_rest"] = narrow.as_strided(sizes, (H * C * K, C * K, K, 1), 3 * rows + 2 * matrix)
+        vars(self)["place"] = (narrow.data_ptr(), wide.data_ptr(), dtype, rests, sizes)
+        first = 3 * rows + 2 * matrix
+        for name, width in zip(rests, widths):
+            vars(self)[name] = narrow.as_strided((X, H, C, width), (H * C * width, C * width, width, 1), first)
+            first += X * H * C * width
 
     def __getattr__(self, name: str) -> Any:
         if name not in _CUTS:
