@@ -50,9 +50,7 @@ def both(
     tokens = tuple(inputs[name].to(dtype) for name in TOKENS)
     out = gradient_kernel.TokenGradients(*(torch.full_like(x, torch.nan) for x in tokens))
     gate = KdaGate(inputs["A_log"].float(), inputs["dt_bias"].float())
-    d_A_log, d_dt_bias = (
-        gradient_kernel.tile_gradients(tokens, gate, scanned, out, span=span, fine=fine).sum(0).unbind(1)
-    )
+    d_A_log, d_dt_bias = gradient_kernel.tile_gradients(tokens, gate, scanned, out, span=span).sum(0).unbind(1)
     named = {"d_q": out.d_q, "d_k": out.d_k, "d_decay_logit": out.d_logit, "d_beta_logit": out.d_beta}
     want["d_dt_bias"] = want["d_decay_logit"].sum(0)
     want["d_A_log"] = (want["d_decay_logit"] * (inputs["decay_logit"] + inputs["dt_bias"])).sum(0)  # of each channel

@@ -59,13 +59,16 @@ def test_bfloat16(gates: str, state: bool) -> None:
     assert_exact(fused_kda, Case((50, 0, 20), gates=gates, state=state, **SMALL))
 
 
+@pytest.mark.parametrize(("name", "limit"), [("FEW_HEADS", 0), ("SLAB_TILES", 5)])
 @pytest.mark.parametrize("gates", ["mixed", "open"])
-def test_bfloat16_as_with_many_heads(gates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what few heads keep in two parts: further off, within the same limits."""
-    case = Case((50, 0, 20), gates=gates, **SMALL)
+def test_bfloat16_as_with_many_heads(gates: str, name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what few heads, or those of few tiles, keep in two parts: further off, within the same limits."""
+    case = Case((50, 0, 20), gates=gates, **SMALL)  # three tiles of two heads
     few = assert_exact(fused_kda, case)
-    monkeypatch.setattr(workspace, "FEW_HEADS", 0)
+    monkeypatch.setattr(workspace, name, limit)
     assert assert_exact(fused_kda, case)["d_state"] > 3 * few["d_state"]
+    monkeypatch.setattr(workspace, name, 6)
+    assert assert_exact(fused_kda, case) == few
 
 
 def test_bfloat16_and_nearly_identical_keys() -> None:

@@ -142,9 +142,10 @@ def _forward_in_slabs(
         saved = _saved_states(tiles, state_NHKV, leaving)
         entering = saved[: tiles.num_parts]
     maps: list[Tensor] = []
+    rests = kept(H, tiles.num_tiles) if split and careful else ()
     for low, high in slabs:
         span = tiles.slab(low, high)
-        workspace = _prepare(tokens, gate, span, careful=split and careful)
+        workspace = _prepare(tokens, gate, span, rests)
         if split:
             maps.append(scan_maps(workspace, v_THV, span))
             if low:
@@ -158,10 +159,10 @@ def _forward_in_slabs(
 
 
 def _prepare(
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span, *, careful: bool = False
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], gate: KdaGate, span: Span, rests: tuple[str, ...] = ()
 ) -> Workspace:
     q_THK, k_THK, _, logit_THK, beta_TH = tokens
-    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span, rests=kept(q_THK.shape[1]) if careful else ())
+    return prepare(q_THK, k_THK, logit_THK, beta_TH, gate, span=span, rests=rests)
 
 
 def _slabs(tiles: Tiles, heads: int, split: bool) -> list[tuple[int, int]]:

@@ -23,10 +23,8 @@ from openk3.ops.kda.reference import KdaGate, check_gate, check_states, check_to
 from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
 from openk3.ops.kda.scan_kernel import ScanOutputs, scan
 from openk3.ops.kda.tiles import Span
-from openk3.ops.kda.workspace import Workspace, kept
+from openk3.ops.kda.workspace import SLAB_TILES, Workspace, kept
 from openk3.ops.sequences import sequence_bounds, whole_numbers
-
-SLAB_TILES = 3 * 2**12  # tiles times heads of a slab: about 160 kB each, of which states and their gradients take 96
 
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, decay logits, beta logits
 
@@ -193,13 +191,12 @@ class _Backward:
         """Gradients of the tokens of parts [low, high) and of the states that enter them; returns those of the gate."""
         q, k, v, logit, beta = self.tokens
         span = self.plan.tiles.slab(low, high)
-        workspace = prepare(q, k, logit, beta, self.gate, span=span, rests=kept(q.shape[1]))
+        workspace = prepare(q, k, logit, beta, self.gate, span=span, rests=kept(q.shape[1], self.plan.tiles.num_tiles))
         (X, H, C, K), V = workspace.sizes, v.shape[2]
         empty, parts = workspace.qd.new_empty, 1 if workspace.kr_rest is None else 2
-        fine = workspace.nkd_rest is not None
-        whole = fine and self.plan.tiles.num_tiles <= _room(H)
-        states, d_states = empty(2 if whole else 1, X, H, V, K), empty(parts, X, H, V, K)
-        writes, states_rest = empty(parts, span.num_tokens, H, V), states[1] if whole else None
+        few = workspace.nkd_rest is not None
+        states, d_states = empty(2 if few else 1, X, H, V, K), empty(parts, X, H, V, K)
+        writes, states_rest = empty(parts, span.num_tokens, H, V), states[1] if few else None
         d_states_rest, writes_rest = (None, None) if parts == 1 else (d_states[1], writes[1])
         along = d_o_THV.new_empty(X, H, V // 16, C, dtype=torch.float32)
         entering = None if self.entering_PHKV is None else self.entering_PHKV[low:high]
@@ -212,7 +209,7 @@ class _Backward:
         reverse_scan(workspace, d_o_THV, span, d_leaving, outputs, v_THV=v)
         two = (writes_rest, d_states_rest, states_rest)
         scanned = Scanned(writes[0], states[0], d_states[0], d_o_THV, out.d_v, along, *two)
-        return tile_gradients(self.tokens, self.gate, scanned, out, span=span, fine=fine)
+        return tile_gradients(self.tokens, self.gate, scanned, out, span=span)
 
     def _leaving(
         self, low: int, high: int, workspace: Workspace, span: Span, *, d_o_THV: Tensor, d_state_NHKV: Tensor

@@ -46,7 +46,6 @@ def tile_gradients(
     out: TokenGradients,
     *,
     span: Span,
-    fine: bool,
 ) -> Tensor:
     """As `gradient_kernel.tile_gradients`, for bfloat16, K = V = 128 and at least one tile."""
     q, k, _, logit, beta = tokens
@@ -71,7 +70,8 @@ def tile_gradients(
     ]
     arguments += [beta, gate.A_log_H, gate.dt_bias_HK, span.start_X, span.length_X]
     arguments += [span.token_low, gate.lower_bound, H]
-    constants, options = {"K": K, "V": V, "C": C, "FINE": fine}, settings(alone=scanned.states_rest is not None)
+    few = scanned.states_rest is not None
+    constants, options = {"K": K, "V": V, "C": C, "FINE": few}, settings(alone=few)
     launch(gradient_kernel, span.num_tiles * H, arguments, constants, options)
     return d_gate
 
@@ -479,7 +479,5 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
     given |= {"FINE": False, "states_rest_d": None}
-    few = given | {"FINE": True}
-    alone = few | {"states_rest_d": state}
-    cases = [(gradient_kernel, some, settings()) for some in (given, few)]
-    return [*cases, (gradient_kernel, alone, settings(alone=True))]
+    few = given | {"FINE": True, "states_rest_d": state}
+    return [(gradient_kernel, given, settings()), (gradient_kernel, few, settings(alone=True))]

@@ -50,11 +50,10 @@ def tile_gradients(
     out: TokenGradients,
     *,
     span: Span,
-    fine: bool = False,
 ) -> Tensor:
     """Gradients of q, k, decay logits and beta logits of the span's tokens; tokens: contiguous, as in the forward.
 
-    `fine`: rows inside tiles and what they are multiplied by in two parts (they are anyway in float32).
+    Where states come in two parts, so do rows inside tiles and what they are multiplied by.
 
     Returns what each tile gives to the gradients of A_log, channel by channel, and of dt_bias: [X, H, 2, K] float32. A
     logit enters the gate as exp(A_log) * (logit + dt_bias): so dt_bias gets the sum over tokens of their gradients, and
@@ -66,8 +65,8 @@ def tile_gradients(
     if span.num_tiles * H and _suits_hopper(tokens, gate, scanned, span):
         from openk3.ops.kda import gradient_gluon
 
-        return gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span, fine=fine)
-    d_gate = scanned.along.new_empty(span.num_tiles, H, 2, K)
+        return gradient_gluon.tile_gradients(tokens, gate, scanned, out, span=span)
+    d_gate, fine = scanned.along.new_empty(span.num_tiles, H, 2, K), scanned.states_rest is not None
     if span.num_tiles * H:
         gradient_kernel[(span.num_tiles * H,)](
             *(q_THK, k_THK, logit_THK, beta_TH, gate.A_log_H, gate.dt_bias_HK),
@@ -78,7 +77,7 @@ def tile_gradients(
             K=K,
             V=V,
             C=span.chunk,
-            FINE=fine and not exact,
+            FINE=fine,
             **settings(K, V, compute_capability(q_THK.device), exact=exact, fine=fine),
         )
     return d_gate
@@ -344,7 +343,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     cases = []
     fewer = [(128, 64), (64, 128), (64, 64), (64, 16), (32, 64), (16, 64)] if arch == 90 else []
     for K, V in [(128, 128), *fewer]:
-        for fine, rest in ((False, None), (True, None), (True, "*bf16")):
+        for fine, rest in ((False, None), (True, "*bf16")):
             options = settings(K, V, arch, fine=fine)
             shape = {"K": K, "V": V, "BV": options.pop("BV"), "FINE": fine, "states_rest_ptr": rest}
             cases.append((gradient_kernel, given | shape, options))

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 FEW_HEADS = 16  # A_log has one gradient a head: in so few sums the roundings that others drown are seen
+SLAB_TILES = 3 * 2**12  # tiles times heads of a backward slab: about 160 kB each, 96 of them states and their gradients
 
 
-def kept(heads: int) -> tuple[str, ...]:
-    """What gradients want kept of what rounding leaves: that of kr; with few heads, of all that meets a state."""
-    return ("kr_rest", "nkd_rest", "inv_rest", "qd_rest") if heads <= FEW_HEADS else ("kr_rest",)
+def kept(heads: int, tiles: int = 1) -> tuple[str, ...]:
+    """What gradients want kept of what rounding leaves: that of kr; with few heads, of all that meets a state.
+
+    Heads are few where one slab holds all tiles, too: a call that takes longer has less to hide it behind.
+    """
+    few = heads <= FEW_HEADS and heads * tiles <= SLAB_TILES
+    return ("kr_rest", "nkd_rest", "inv_rest", "qd_rest") if few else ("kr_rest",)
 
 
 @dataclass(frozen=True)
