@@ -92,9 +92,7 @@ def fla_kda(*tokens: Any, state_NHKV: Tensor | None, cu_seqlens: Tensor) -> tupl
 def test_no_less_exact_than_fla(peer: str, gpu: torch.device, measured: Measured) -> None:
     """Where fla-core is installed, no tensor's error is larger than its on the same values, whatever gates and keys.
 
-    Gradients that are nothing but rounding (a gate at its bound has no slope) do not count. Of the gradients of A_log
-    and dt_bias of few heads, a few sums of values that nearly cancel, the one or the other comes nearer by chance:
-    those are compared over several draws, below.
+    Gradients that are nothing but rounding (a gate at its bound has no slope) do not count.
     """
     worse = []
     for case in FLA_CASES:
@@ -103,7 +101,7 @@ def test_no_less_exact_than_fla(peer: str, gpu: torch.device, measured: Measured
         found = {who: errors(everything(op, values, case, grads), want) for who, op in IMPLEMENTATIONS.items()}
         measured += [(who, str(case), of) for who, of in found.items()]
         for name, error in found["ours"].items():
-            if error > max(found[peer][name], 1e-5) and not (name in SUMS and case.H <= FEW):
+            if error > max(found[peer][name], 1e-5):
                 worse.append((str(case), name, error, found[peer][name]))
     assert worse == []
 
@@ -121,7 +119,6 @@ def few_heads(count: int) -> list[Case]:
     return cases
 
 
-FEW = 12  # heads
 FLA_CASES = [
     *(
         Case((1500, 0, 500, 33), H=96, gates=gates, keys=keys, seed=3)
@@ -143,23 +140,29 @@ def fresh_seeds(case: Case, count: int = 8) -> list[int]:
 def test_sums_of_few_heads_over_draws(case: Case, peer: str, gpu: torch.device, measured: Measured) -> None:
     """Gradients of A_log and dt_bias of few heads: squared errors of eight draws together are at most fla-core's.
 
-    There is no floor, and no draw that somebody has seen before choosing it: lengths, gates and keys are those of the
-    comparison above, seeds follow from them.
+    A few sums of values that nearly cancel: in a single draw the one or the other might come nearer by chance. There is
+    no floor, and no draw that somebody has seen before choosing it: lengths, gates and keys are those of the comparison
+    above, seeds follow from them. The largest quotient of a single draw is printed.
     """
     off = {who: dict.fromkeys(SUMS, 0.0) for who in IMPLEMENTATIONS}
-    size = dict.fromkeys(SUMS, 0.0)
+    size, single = dict.fromkeys(SUMS, 0.0), dict.fromkeys(SUMS, 0.0)
     for seed in fresh_seeds(case):
         drawn = replace(case, seed=seed)
         values, grads = kernel_inputs(drawn, gpu), cotangents(drawn, gpu)
         want = exact(drawn, values, grads)
         for name in SUMS:
             size[name] += float(want[name].double().square().sum())
-        for who, op in IMPLEMENTATIONS.items():
-            got = everything(op, values, drawn, grads)
-            for name in SUMS:
-                off[who][name] += float((got[name].double() - want[name].double()).square().sum())
+        found = {who: everything(op, values, drawn, grads) for who, op in IMPLEMENTATIONS.items()}
+        for name in SUMS:
+            squares = {
+                who: float((got[name].double() - want[name].double()).square().sum()) for who, got in found.items()
+            }
+            single[name] = max(single[name], math.sqrt(squares["ours"] / squares[peer]))
+            for who, square in squares.items():
+                off[who][name] += square
     pooled = {who: {name: math.sqrt(of[name] / size[name]) for name in SUMS} for who, of in off.items()}
     measured += [(who, f"{case} over draws", of) for who, of in pooled.items()]
+    print(f"{case}: largest quotient of a draw {single}")
     assert all(pooled["ours"][name] <= pooled[peer][name] for name in SUMS), pooled
 
 
