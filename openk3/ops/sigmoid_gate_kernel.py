@@ -13,7 +13,7 @@ def _opened(gate, at, live):
     return (1.0 / (1.0 + tl.exp(-z.to(tl.float32)))).to(z.dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def gate_kernel(o, gate, out, size, BLOCK: tl.constexpr):
     """out = o sigmoid(gate)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -22,7 +22,7 @@ def gate_kernel(o, gate, out, size, BLOCK: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def gate_backward_kernel(d_out, o, gate, d_o, d_gate, size, BLOCK: tl.constexpr):
     """Gradients of o and of the gate."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ BLOCK, WARPS = 2048, 8  # eight values a thread
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """What the launchers compile for bfloat16 gates; on every GPU the same."""
     kinds = {"o": "*fp32", "gate": "*bf16", "out": "*bf16", "d_out": "*bf16", "d_o": "*fp32", "d_gate": "*bf16"}
-    known = kinds | {"size": "i32", "BLOCK": BLOCK}
+    known = kinds | {"size": "i32:16", "BLOCK": BLOCK}
     kernels = gate_kernel, gate_backward_kernel
     options = {"num_warps": WARPS, "num_stages": 3}
     return [(kernel, {name: known[name] for name in kernel.arg_names}, options) for kernel in kernels]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from openk3.config.train import OptimConfig
 from openk3.ops.backend import pick
+from openk3.ops.gradient_sums import GradientSum, keep_sum
 from openk3.ops.norm import at_least_float32
 from openk3.optim.adamw import Moments, adamw_steps
 from openk3.optim.muon import Member, muon_step
@@ -35,6 +37,7 @@ class Optimizer:
         self.muon: dict[str, Member] = {}
         self.adamw: dict[str, Moments] = {}
         self._wide_gradients: dict[str, Tensor] = {}
+        self._sums: list[GradientSum] = []
 
     def add(self, name: str, parameter: nn.Parameter, *, blocks: int, decays: bool) -> None:
         """Take charge of a parameter: Muon in `blocks` pieces, or AdamW if `blocks` is 0."""
@@ -43,6 +46,8 @@ class Optimizer:
         if weight.dtype != parameter.dtype:
             self.masters[name], narrow = weight, parameter.detach()
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._widen(name, p))
+            self._sums.append(GradientSum(self._wide_gradients, name))
+            keep_sum(parameter, self._sums[-1])
         decay = self.config.weight_decay if decays else 0.0
         if blocks:
             self.muon[name] = Member.of(name, weight, blocks, decay, narrow)
@@ -52,9 +57,21 @@ class Optimizer:
     def _widen(self, name: str, parameter: Tensor) -> None:
         """Move a narrow gradient into its float32 sum as soon as backward has made it."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # a backward pass has added it by itself
+            return
         self._wide_gradients[name] = _widened(gradient, self._wide_gradients.get(name))
         parameter.grad = None
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Backward passes inside, one after another, may add gradients to the float32 sums by themselves."""
+        for total in self._sums:
+            total.is_open = True
+        try:
+            yield
+        finally:
+            for total in self._sums:
+                total.is_open = False
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients that were computed apart, one per parameter in order, as a backward pass would add them."""

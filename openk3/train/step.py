@@ -87,8 +87,9 @@ def _backward(
 
     jobs = [partial(forward, n) for n in range(len(batches))]
     if state.config.workers == 1 or len(jobs) == 1:
-        for job in jobs:
-            torch.autograd.backward(job())
+        with state.optimizer.adding():
+            for job in jobs:
+                torch.autograd.backward(job())
     else:
         for gradients in gradients_in_order(jobs, list(state.optimizer.parameters.values()), state.config.workers):
             state.optimizer.add_gradients(gradients)

@@ -241,6 +241,9 @@ class Machine:
             "gl": types.SimpleNamespace(**LANGUAGE, warp_specialize=self.specialize),
             "mbarrier": barrier,
             "tma": copies,
+            "async_copy": types.SimpleNamespace(
+                async_copy_global_to_shared=self.gather, mbarrier_arrive=self.arrive_gathered
+            ),
             "fence_async_shared": lambda: None,
             "mma_v2": lambda left, right, sums: value(operand(left) @ operand(right) + plain(sums)),
             "warpgroup_mma": self.multiply,
@@ -267,6 +270,29 @@ class Machine:
     def send(self, target: Descriptor, place: Sequence[Any], source: Shared) -> None:
         """A copy out of shared memory, made when it is waited for."""
         _here.copies.append((target, list(place), Flight((source,), (operand(source),))))
+
+    def gather(self, target: Shared, at: Pointer) -> None:
+        """Copies of values from anywhere into shared memory, some time later."""
+        source = at.memory[at.place]
+        target.data.fill_(float("nan"))
+
+        def arrive() -> None:
+            time.sleep(0.0005)
+            target.data.copy_(source)
+
+        _here.gathered.append(self.pool.submit(arrive))
+
+    def arrive_gathered(self, bar: Barriers, increment_count: bool = True) -> None:
+        """Each of 128 threads arrives when its copies have ended."""
+        assert not increment_count
+        waiting, _here.gathered = _here.gathered, []
+
+        def arrive() -> None:
+            for each in waiting:
+                each.result()
+            bar.all[0].move(128, 0)
+
+        threading.Thread(target=arrive, daemon=True).start()
 
     def wait_sent(self, pending: int) -> None:
         """All copies but the last ones have been made."""
@@ -304,6 +330,7 @@ class Machine:
 
         def run(partition: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             _here.program, _here.programs, _here.products, _here.copies = program, programs, [], []
+            _here.gathered = []
             try:
                 partition(*arguments)
                 self.wait_sent(0)

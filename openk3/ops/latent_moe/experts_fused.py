@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
+from openk3.ops.gradient_sums import GradientSum, sum_of
 from openk3.ops.latent_moe import combine_kernel as rows_kernel
 from openk3.ops.latent_moe.experts_kernel import (
     GROUP,
@@ -100,21 +101,24 @@ class _Launch:
         self.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
         return d_gate, d_up, scaled, shares
 
-    def down_weight(self, d_u: Tensor, scaled: Tensor, w2: Tensor) -> Tensor:
-        """d_w2; d_u `of_tokens`."""
+    def down_weight(self, d_u: Tensor, scaled: Tensor, w2: Tensor, total: GradientSum | None) -> Tensor | None:
+        """d_w2, or None if it was added to its sum; d_u `of_tokens`."""
         if self.library is not None:
             return self.library.weight(d_u, scaled)
-        d_w2 = torch.empty_like(w2)
-        self.weights("down_weight", (d_u, scaled, d_w2), (self.sizes.C, self.sizes.I))
-        return d_w2
+        (d_w2,), kind = _targets((w2,), (total,))
+        self.weights("down_weight", (d_u, scaled, d_w2), (self.sizes.C, self.sizes.I), adds=kind == "adds")
+        return d_w2 if kind == "alone" else None
 
-    def gate_up_weight(self, d_gate: Tensor, d_up: Tensor, z: Tensor, w1: Tensor) -> tuple[Tensor, Tensor]:
-        """d_w1 and d_w3; z `of_tokens`."""
+    def gate_up_weight(
+        self, d_gate: Tensor, d_up: Tensor, z: Tensor, weights: Sequence[Tensor], totals: Sequence[GradientSum | None]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """d_w1 and d_w3, or None if they were added to their sums; z `of_tokens`."""
         if self.library is not None:
             return self.library.weight(d_gate, z), self.library.weight(d_up, z)
-        d_w1, d_w3 = torch.empty_like(w1), torch.empty_like(w1)
-        self.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), (self.sizes.I, self.sizes.C))
-        return d_w1, d_w3
+        (d_w1, d_w3), kind = _targets(weights, totals)
+        shape = self.sizes.I, self.sizes.C
+        self.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), shape, adds=kind == "adds")
+        return (d_w1, d_w3) if kind == "alone" else (None, None)
 
     def blocks(self, name: str, width: int, depth: int) -> int:
         """Blocks of columns of a row product."""
@@ -135,14 +139,23 @@ class _Launch:
             grid = (self.tiles * tile.split * triton.cdiv(width, tile.columns),)
             start(kernel, *grid)(*tensors, **tables, **flags, **options)
 
-    def weights(self, name: str, tensors: Sequence[Tensor], shape: tuple[int, int]) -> None:
-        """Gradients of every expert's matrices of one shape."""
+    def weights(self, name: str, tensors: Sequence[Tensor], shape: tuple[int, int], *, adds: bool) -> None:
+        """Gradients of every expert's matrices of one shape, written or, if it `adds`, added to what is there."""
         rows, columns, deep, warps, stages = WEIGHT_BLOCKS[self.kind][name]
         kernel = KERNELS[name]
-        known = self.constants | {"BM": rows, "BN": columns, "BK": deep}
+        known = self.constants | {"BM": rows, "BN": columns, "BK": deep, "ADD": adds}
         flags = {x: known[x] for x in kernel.arg_names if x in known}
         grid = (self.sizes.E * triton.cdiv(shape[0], rows) * triton.cdiv(shape[1], columns),)
         start(kernel, *grid)(*tensors, self.plan.slot_M, self.plan.start_X, **flags, num_warps=warps, num_stages=stages)
+
+
+def _targets(weights: Sequence[Tensor], totals: Sequence[GradientSum | None]) -> tuple[list[Tensor], str]:
+    """Where a kernel puts gradients: "alone" in new tensors, or where sums are open "writes" them there or "adds"."""
+    found = [total for total in totals if total is not None and total.is_open]
+    begun = {total.is_begun for total in found}
+    if len(found) < len(weights) or len(begun) > 1:
+        return [torch.empty_like(weight) for weight in weights], "alone"
+    return [total.take(weight) for total, weight in zip(found, weights)], "adds" if begun.pop() else "writes"
 
 
 def _combine(y_MC: Tensor, plan: Plan, weights_Tk: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -214,7 +227,7 @@ class _Experts(torch.autograd.Function):
             name("moe_hidden", gate, up)
             name("moe_latents", u)
             ctx.save_for_backward(*tensors, gate, up, u, inverse)
-            ctx.form, ctx.tile = form, tile
+            ctx.form, ctx.tile, ctx.sums = form, tile, [sum_of(weight) for weight in (w1, w3, w2)]
         return out
 
     @staticmethod
@@ -231,9 +244,9 @@ class _Experts(torch.autograd.Function):
             rows = launch.of_tokens(d_u)
             d_gate, d_up, scaled, shares = launch.act_gradient(rows, w2, gate, up, weights)
             if wanted[4]:
-                d_w2 = launch.down_weight(rows, scaled, w2)
+                d_w2 = launch.down_weight(rows, scaled, w2, ctx.sums[2])
             if wanted[2] or wanted[3]:
-                d_w1, d_w3 = launch.gate_up_weight(d_gate, d_up, launch.of_tokens(z), w1)
+                d_w1, d_w3 = launch.gate_up_weight(d_gate, d_up, launch.of_tokens(z), (w1, w3), ctx.sums[:2])
             if wanted[0] or wanted[1]:
                 d_rows = z.new_empty(M, C)
                 launch.rows("row_gradient", (d_gate, d_up, w1, w3, d_rows), C, I)

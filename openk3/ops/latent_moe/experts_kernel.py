@@ -99,6 +99,27 @@ def _parts(x, PARTS: tl.constexpr):
     return parts
 
 
+@triton.jit
+def _put(matrix, value, row, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr):
+    """Rows of a block of a matrix [ROWS, COLUMNS] from column `first` on, written, or if ADD added to what is there.
+
+    In parts of 64 columns: what is there would need as many registers as the block.
+    """
+    PARTS: tl.constexpr = BN // 64 if BN > 64 else 1
+    WIDE: tl.constexpr = BN // PARTS
+    parts = _parts(value, PARTS)
+    for n in tl.static_range(PARTS):
+        column = first + n * WIDE + tl.arange(0, WIDE)
+        at = matrix + row[:, None] * COLUMNS + column[None, :]
+        part = parts[n]
+        if ADD:
+            mask = (row < ROWS)[:, None]
+            if COLUMNS % WIDE != 0:
+                mask = mask & (column < COLUMNS)[None, :]
+            part += tl.load(at, mask=mask, other=0.0)
+        _store(at, part, row < ROWS, column, COLUMNS, WIDE)
+
+
 @triton.jit(do_not_specialize=["tiles", "depth"])
 def gate_up_kernel(
     z, w1, w3, gate, up, act, slot, tile_expert, tile_row, tile_end, tiles, depth,
@@ -259,8 +280,12 @@ def row_gradient_kernel(
 def gate_up_weight_kernel(
     d_gate, d_up, z, d_w1, d_w3, slot, start,
     I: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """d_w1 = d_gate^T z and d_w3 = d_up^T z over each expert's rows: BM rows and BN columns of both."""
+    """d_w1 = d_gate^T z and d_w3 = d_up^T z over each expert's rows: BM rows and BN columns of both.
+
+    ADD: to sums of gradients in float32. They have one order, that of micro-batches, and no rounding between.
+    """
     blocks: tl.constexpr = (I + BM - 1) // BM * ((C + BN - 1) // BN)
     expert = tl.program_id(0) // blocks
     row = tl.program_id(0) % blocks // ((C + BN - 1) // BN) * BM + tl.arange(0, BM)
@@ -282,17 +307,19 @@ def gate_up_weight_kernel(
         u = _load_rows(d_up + at, live, row[None, :], I, BM)
         acc1 = tl.dot(tl.trans(g), x, acc1, input_precision="ieee")
         acc3 = tl.dot(tl.trans(u), x, acc3, input_precision="ieee")
-    at = expert.to(tl.int64) * (I * C) + row[:, None] * C + column[None, :]
-    _store(d_w1 + at, acc1, row < I, column, C, BN)
-    _store(d_w3 + at, acc3, row < I, column, C, BN)
+    matrix = expert.to(tl.int64) * (I * C)
+    first = tl.program_id(0) % blocks % ((C + BN - 1) // BN) * BN
+    _put(d_w1 + matrix, acc1, row, first, I, C, BN, ADD)
+    _put(d_w3 + matrix, acc3, row, first, I, C, BN, ADD)
 
 
 @triton.jit
 def down_weight_kernel(
     d_u, scaled, d_w2, slot, start,
     C: tl.constexpr, I: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """d_w2 = d_u^T (p act) over each expert's rows: BM rows and BN columns."""
+    """d_w2 = d_u^T (p act) over each expert's rows: BM rows and BN columns; ADD as in `gate_up_weight_kernel`."""
     blocks: tl.constexpr = (C + BM - 1) // BM * ((I + BN - 1) // BN)
     expert = tl.program_id(0) // blocks
     row = tl.program_id(0) % blocks // ((I + BN - 1) // BN) * BM + tl.arange(0, BM)
@@ -310,8 +337,8 @@ def down_weight_kernel(
         d = _load_rows(d_u + token[:, None] * C + row[None, :], live, row[None, :], C, BM)
         x = _load_rows(scaled + rows.to(tl.int64)[:, None] * I + column[None, :], live, column[None, :], I, BN)
         acc = tl.dot(tl.trans(d), x, acc, input_precision="ieee")
-    at = expert.to(tl.int64) * (C * I) + row[:, None] * I + column[None, :]
-    _store(d_w2 + at, acc, row < C, column, I, BN)
+    first = tl.program_id(0) % blocks % ((I + BN - 1) // BN) * BN
+    _put(d_w2 + expert.to(tl.int64) * (C * I), acc, row, first, C, I, BN, ADD)
 
 
 class Tile(NamedTuple):
@@ -428,7 +455,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     for (C, I), rows in (((3584, 3072), 128), ((512, 512), 128), ((512, 512), 64), ((512, 512), 16)):
         known: dict[str, Any] = {"C": C, "I": I, "E": 128, "K": 8, "BETA": 4.0, "LINEAR": 25.0, "GROUP": GROUP}
         known |= dict.fromkeys(("slot", "start", "tile_expert", "tile_row", "tile_end"), "*i32")
-        known |= {"weights": "*fp32", "shares": "*fp32"} | dict.fromkeys(("tiles", "M", "depth"), "i32")
+        known |= {"weights": "*fp32", "shares": "*fp32", "ADD": False} | dict.fromkeys(("tiles", "M", "depth"), "i32")
         widths = {"gate_up": (I, C), "down": (C, I), "act_gradient": (I, C), "row_gradient": (C, I)}
         shapes = {name: (rows, *tile_for(kind, rows, name, *width)) for name, width in widths.items()}
         if rows > 16:
