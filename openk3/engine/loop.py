@@ -118,7 +118,7 @@ class Loop:
         results = self.runner.run(works)
         outcomes = verify(results.logits_NV, results.works)
         self._accept(works, results, outcomes, ends)
-        self.runner.settle(works, results.carry_TD)
+        self.runner.settle(results.carry_TD)
         self.num_computed += sum(work.job.num_computed - work.start for work in works)
         if self.tier is not None:
             self.tier.costs.passed(sum(work.num_tokens for work in works), time.perf_counter() - began)

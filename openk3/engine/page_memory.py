@@ -30,17 +30,24 @@ class StatePages(NamedTuple):
 class PageMemory:
     """Memory of `config.num_pages` pages for a model whose activations have `dtype`; nothing in it is set.
 
-    Raises ConfigError if pages of this shape do not hold the model's latents and states.
+    `num_spare` more pages lie behind them, which the books do not know: what is to be read by nobody goes there. Raises
+    ConfigError if pages of this shape do not hold the model's latents and states.
     """
 
     def __init__(
-        self, config: CacheConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: CacheConfig,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        num_spare: int = 0,
     ) -> None:
         self.shape = config.pages
         self.dtype = dtype
         self._text = model.text
         _check(self.shape, model, dtype.itemsize)
-        shape = (config.num_pages, self.shape.layers_per_page, self.shape.row_bytes // 8)
+        shape = (config.num_pages + num_spare, self.shape.layers_per_page, self.shape.row_bytes // 8)
         with torch.inference_mode(False):  # else nobody outside of the caller's inference mode could write there
             self._words_PRB = torch.empty(shape, dtype=torch.int64, device=device)
         self._kda_bytes = kda_row_bytes(model.text, dtype.itemsize)

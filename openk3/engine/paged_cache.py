@@ -21,8 +21,10 @@ from openk3.config.model import ModelConfig
 from openk3.engine.page_memory import PageMemory
 from openk3.engine.page_plans import RequestCache
 from openk3.model.cache import Drafts, Sequences, States
+from openk3.ops.device_tables import sent
 from openk3.ops.kda.decode import Projected
 from openk3.ops.mla.paged_rows import PagedRows, PageTables
+from openk3.ops.sequences import remember_integers
 
 Replay = Callable[[Projected, Sequences, States], States]
 
@@ -33,6 +35,13 @@ class Span(NamedTuple):
     cache: RequestCache
     start: int
     num_tokens: int
+
+
+def bounds_of(bounds: Sequence[int], device: torch.device) -> Tensor:
+    """Bounds of sequences on a device, int32; nobody waits for it, neither to send them nor to read them."""
+    found = sent(torch.tensor(bounds, dtype=torch.int32), device)
+    remember_integers(found, bounds)
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Batch:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Bounds of the requests' tokens, int32 [N + 1]."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+        return bounds_of([0, *accumulate(self.lengths)], self.device)
 
     @cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
@@ -68,10 +77,8 @@ class Batch:
                 inside = range(max(start, first), min(start + num_tokens, first + size))
                 pages += [cache.pages[first // size]] * len(inside)
                 rows += range(inside.start - first, inside.stop - first)
-        device = self.device
-        return torch.tensor(pages, dtype=torch.int64, device=device), torch.tensor(
-            rows, dtype=torch.int64, device=device
-        )
+        pages_T, rows_T = sent(torch.tensor([pages, rows], dtype=torch.int64), self.device)
+        return pages_T, rows_T
 
     @cached_property
     def tables(self) -> PageTables:
@@ -83,7 +90,7 @@ class Batch:
     def slots(self) -> list[Tensor]:
         """For each group of KDA layers, the page of each request's state [N]."""
         groups = zip(*(span.cache.states for span in self.spans))
-        return [torch.tensor(pages, device=self.device) for pages in groups]
+        return list(sent(torch.tensor(list(groups), dtype=torch.int64), self.device))
 
 
 class PagedStates:

@@ -12,9 +12,11 @@ from torch import Tensor
 from openk3.engine.job import Job
 from openk3.engine.request import Token
 from openk3.model.generate import BrokenModelError
+from openk3.ops.device_tables import sent
 from openk3.ops.norm import at_least_float32
-from openk3.ops.sampling import sample
+from openk3.ops.sampling import sample_rows
 
+NOT_FINITE = "the model's logits are not finite: a damaged model, or a damaged request"
 Top = tuple[tuple[int, float], ...]
 
 
@@ -37,19 +39,10 @@ def choose(logits_NV: Tensor, jobs: Sequence[Job], places: Sequence[int]) -> lis
     wide_NV = at_least_float32(logits_NV)
     results: list[Token | Exception | None] = [None] * len(jobs)
     choices_NV = _constrained(wide_NV, jobs, places, results)
-    peaks = wide_NV.amax(-1).isfinite().tolist() if jobs else []
-    for n, finite in enumerate(peaks):
-        if not finite:
-            results[n] = BrokenModelError("the model's logits are not finite: a damaged model, or a damaged request")
-    good = [n for n, result in enumerate(results) if result is None]
-    if good:
-        whose = [jobs[n] for n in good]
-        if len(good) < len(jobs):
-            rows = torch.tensor(good, device=wide_NV.device)
-            choices_NV, wide_NV = choices_NV[rows], wide_NV[rows]
-        ids_N = draw(choices_NV, whose, [places[n] for n in good])
-        for n, token in zip(good, _tokens(wide_NV, ids_N, whose)):
-            results[n] = token
+    if jobs:
+        ids_N = draw(choices_NV, jobs, places)
+        for n, token in enumerate(_tokens(wide_NV, ids_N, jobs)):
+            results[n] = results[n] or token or BrokenModelError(NOT_FINITE)
     return [result for result in results if result is not None]
 
 
@@ -84,25 +77,31 @@ def _constrained(
 
 
 def draw(logits_NV: Tensor, jobs: Sequence[Job], places: Sequence[int]) -> Tensor:
-    """Ids [N] by each job's parameters and its own number for that place of its answer; logits in at least float32."""
-    params, device, dtype = [job.request.params for job in jobs], logits_NV.device, logits_NV.dtype
+    """Ids [N] by each job's parameters and its own number for that place of its answer; logits in at least float32.
+
+    A GPU is not waited for. Logits that are not finite give some id.
+    """
+    params, dtype = [job.request.params for job in jobs], logits_NV.dtype
     if all(p.temperature == 0 for p in params):
         return logits_NV.max(-1).indices
     numbers = [uniform(job.seed, place) for job, place in zip(jobs, places)]
-    return sample(
-        logits_NV,
-        None,
-        temperature=torch.tensor([p.temperature for p in params], dtype=dtype, device=device),
-        top_k=torch.tensor([p.top_k for p in params], device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=dtype, device=device),
-        uniform_N=torch.tensor(numbers, dtype=torch.float64, device=device),
-    )
+    columns = [[p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params], numbers]
+    columns_4N1 = sent(torch.tensor(columns, dtype=torch.float64), logits_NV.device).unsqueeze(-1)
+    temperature_N1, top_k_N1, top_p_N1 = columns_4N1[:3].to(dtype)
+    cut = [n for n, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1)]
+    cuts = sent(torch.tensor(cut, dtype=torch.int64), logits_NV.device)
+    return sample_rows(logits_NV, temperature_N1, top_k_N1, top_p_N1, columns_4N1[3], cuts=cuts)
 
 
-def _tokens(wide_NV: Tensor, ids_N: Tensor, jobs: Sequence[Job]) -> list[Token]:
+def _tokens(wide_NV: Tensor, ids_N: Tensor, jobs: Sequence[Job]) -> list[Token | None]:
+    """The tokens of these ids with what was asked for of each, None where logits are not finite; one wait in all,
+    and another one for alternatives."""
     params = [job.request.params for job in jobs]
     chosen_N = wide_NV.gather(1, ids_N[:, None]).squeeze(1)
-    logprobs = (chosen_N - wide_NV.logsumexp(-1)).tolist()
+    found = chosen_N - wide_NV.logsumexp(-1), wide_NV.amax(-1).isfinite(), ids_N
+    logprobs, finite, ids = torch.stack([x.double() for x in found]).tolist()
     most = max(p.logprobs for p in params)
     tops = [row[: p.logprobs] for row, p in zip(best(wide_NV, most), params)] if most else [()] * len(jobs)
-    return list(map(Token, ids_N.tolist(), logprobs, tops))
+    return [
+        Token(int(id), logprob, top) if good else None for id, logprob, good, top in zip(ids, logprobs, finite, tops)
+    ]

@@ -34,7 +34,8 @@ def verify(logits_NV: Tensor, works: Sequence[Work]) -> list[list[Outcome]]:
     while rows:
         jobs, places = [works[n].job for n, _ in rows], [works[n].job.num_answer + i for n, i in rows]
         which = [firsts[n] + i for n, i in rows]
-        for (n, i), outcome in zip(rows, choose(logits_NV[which], jobs, places)):
+        asked_NV = logits_NV if which == list(range(len(logits_NV))) else logits_NV[which]
+        for (n, i), outcome in zip(rows, choose(asked_NV, jobs, places)):
             if i == len(outcomes[n]) and _goes_on(works[n], outcomes[n]):
                 outcomes[n].append(outcome)
         rows = [

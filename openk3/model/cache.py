@@ -19,7 +19,7 @@ from torch import Tensor
 
 from openk3.config.model import ModelConfig
 from openk3.ops.kda.decode import Projected
-from openk3.ops.sequences import integers
+from openk3.ops.sequences import integers, remember_integers
 
 States = tuple[Tensor, tuple[Tensor, ...]]  # state_NHKV, and the convolution windows [N, C, W] of q, k and v
 
@@ -69,6 +69,7 @@ class Sequences:
         if last - first == len(self.lengths):
             return Part(slice(first, last), slice(0, self.ends[-1]), self)
         layout = Sequences(self.cu_seqlens[first : last + 1] - self.ends[first])
+        remember_integers(layout.cu_seqlens, [end - self.ends[first] for end in self.ends[first : last + 1]])
         return Part(slice(first, last), slice(self.ends[first], self.ends[last]), layout)
 
 

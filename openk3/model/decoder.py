@@ -60,7 +60,7 @@ class Decoder:
                 for pool, values in zip(ours.pool.tensors(), given, strict=True):
                     pool[slot].copy_(values[sequence])
             elif isinstance(ours, StepLatents) and isinstance(theirs, MlaCache):
-                ours.memory_RTC[slot, :length].copy_(theirs.latents()[sequence])
+                ours.memory_PTC[slot, :length].copy_(theirs.latents()[sequence])
         self.cache.length_R[slot] = length
         self.lengths[slot] = length
         self._last = None

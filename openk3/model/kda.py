@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from openk3.config.model import TextConfig
 from openk3.model.cache import Sequences, StateCache, States
 from openk3.model.norm import RMSNorm
-from openk3.model.step_cache import StepStates
+from openk3.model.step_cache import OneTokenStates
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
 from openk3.ops.device_tables import device_table
@@ -70,7 +70,7 @@ class KimiDeltaAttention(nn.Module):
         self,
         x_TD: Tensor,
         sequences: Sequences,
-        cache: StateCache | StepStates | None = None,
+        cache: StateCache | OneTokenStates | None = None,
         trace: Trace = NO_TRACE,
     ) -> Tensor:
         """y_TD = W_o [sigmoid(W_g x) * RMSNorm(KDA(x))]; with a cache, continues its states.
@@ -89,8 +89,8 @@ class KimiDeltaAttention(nn.Module):
             trace.decay(self.layer, kda_gate(projected.decay_logit_TC.unflatten(-1, (self.heads, -1)), self.decay_gate))
         if cache is None:
             return self.o_proj(self._mix(projected, gate_TC, sequences, None)[0])
-        if isinstance(cache, StepStates):
-            return self.o_proj(decode_kda(projected, gate_TC, self._decode_weights, cache.pool, cache.slot_N))
+        if isinstance(cache, OneTokenStates):
+            return self.o_proj(cache.decode(projected, gate_TC, self._decode_weights))
         outputs, drafts = [], cache.drafts
         edges = () if drafts is None else (drafts.which.start, drafts.which.stop)
         for which, rows, part in sequences.split(sequences.num_single, *edges):

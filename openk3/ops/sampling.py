@@ -31,18 +31,36 @@ def sample(
     top_p_N1 = _per_row("top_p", top_p, wide_NV, most=1)
     if wide_NV.shape[0] == 0:
         return torch.empty(0, dtype=torch.int64, device=wide_NV.device)
-    peak_N1, best_N1 = wide_NV.max(-1, keepdim=True)
-    unusable = (~peak_N1.isfinite()).nonzero()
+    unusable = (~wide_NV.amax(-1).isfinite()).nonzero()
     if unusable.numel():
         row = int(unusable[0, 0])
-        raise ValueError(f"logits of row {row}: the largest is {peak_N1[row].item()}, need a finite number")
+        raise ValueError(f"logits of row {row}: the largest is {wide_NV[row].max().item()}, need a finite number")
+    if (temperature_N1 == 0).all():
+        return wide_NV.max(-1).indices
+    uniform_N1 = _uniform(uniform_N, generator, wide_NV)
+    cuts_N = ((top_k_N1 > 0) | (top_p_N1 < 1)).squeeze(1)
+    return sample_rows(wide_NV, temperature_N1, top_k_N1, top_p_N1, uniform_N1, cuts=cuts_N.nonzero().squeeze(1))
+
+
+def sample_rows(
+    wide_NV: torch.Tensor,
+    temperature_N1: torch.Tensor,
+    top_k_N1: torch.Tensor,
+    top_p_N1: torch.Tensor,
+    uniform_N1: torch.Tensor,
+    *,
+    cuts: torch.Tensor,
+) -> torch.Tensor:
+    """`sample` [N] of logits and parameters that are known to be right, [N, 1] each: a GPU is not waited for.
+
+    `cuts` are the rows that top-k or top-p cut. Logits without a finite largest one give some id.
+    """
     greedy_N1 = temperature_N1 == 0
-    if not greedy_N1.all():
-        # The difference first: a low temperature must not turn large logits into infinities.
-        scaled_NV = (wide_NV - peak_N1) / torch.where(greedy_N1, 1, temperature_N1)
-        uniform_N1 = _uniform(uniform_N, generator, wide_NV)
-        best_N1 = torch.where(greedy_N1, best_N1, _draw(scaled_NV, uniform_N1, top_k_N1, top_p_N1))
-    return best_N1.squeeze(1)
+    peak_N1, best_N1 = wide_NV.max(-1, keepdim=True)
+    # The difference first: a low temperature must not turn large logits into infinities.
+    scaled_NV = (wide_NV - peak_N1) / torch.where(greedy_N1, 1, temperature_N1)
+    drawn_N1 = _draw(scaled_NV, uniform_N1, top_k_N1, top_p_N1, cuts)
+    return torch.where(greedy_N1, best_N1, drawn_N1.clamp(max=wide_NV.shape[1] - 1)).squeeze(1)
 
 
 def _per_row(name: str, value: float | torch.Tensor, like_NV: torch.Tensor, most: float) -> torch.Tensor:
@@ -64,15 +82,18 @@ def _uniform(uniform_N: torch.Tensor | None, generator: torch.Generator | None, 
 
 
 def _draw(
-    scaled_NV: torch.Tensor, uniform_N1: torch.Tensor, top_k_N1: torch.Tensor, top_p_N1: torch.Tensor
+    scaled_NV: torch.Tensor,
+    uniform_N1: torch.Tensor,
+    top_k_N1: torch.Tensor,
+    top_p_N1: torch.Tensor,
+    cuts: torch.Tensor,
 ) -> torch.Tensor:
     """Ids in the order of the vocabulary where nothing is cut, by falling logit where something is, row by row."""
-    cuts_N = ((top_k_N1 > 0) | (top_p_N1 < 1)).squeeze(1)
-    if cuts_N.all():
+    if len(cuts) == len(scaled_NV):
         return _draw_cut(scaled_NV, uniform_N1, top_k_N1, top_p_N1)
     drawn_N1 = _place(scaled_NV.softmax(-1).double(), uniform_N1)
-    if cuts_N.any():
-        drawn_N1[cuts_N] = _draw_cut(*(x[cuts_N] for x in (scaled_NV, uniform_N1, top_k_N1, top_p_N1)))
+    if len(cuts):
+        drawn_N1[cuts] = _draw_cut(*(x[cuts] for x in (scaled_NV, uniform_N1, top_k_N1, top_p_N1))).to(drawn_N1.dtype)
     return drawn_N1
 
 
@@ -86,7 +107,8 @@ def _draw_cut(
     reached_NV = probs_NV.cumsum(-1) - probs_NV >= top_p_N1
     reached_NV &= top_p_N1 < 1
     reached_NV[:, 0] = False
-    return ids_NV.gather(1, _place(probs_NV.masked_fill(reached_NV, 0), uniform_N1))
+    place_N1 = _place(probs_NV.masked_fill(reached_NV, 0), uniform_N1).clamp(max=ids_NV.shape[1] - 1)
+    return ids_NV.gather(1, place_N1)
 
 
 def _place(probs_NV: torch.Tensor, uniform_N1: torch.Tensor) -> torch.Tensor:

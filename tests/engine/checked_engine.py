@@ -30,11 +30,15 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 class CheckedEngine(Engine):
     """Pages are poisoned the moment that they are free; sealed ones must keep every bit until then."""
 
-    def __init__(self, config: EngineConfig, model: K3 | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: EngineConfig, model: K3 | None = None, *, decode_steps: bool = False, **options: Any
+    ) -> None:
         super().__init__(model or engine_model(), config, **options)
+        if decode_steps:
+            self._loop.runner.use_decode_steps(graphs=False)
         self.pool, self.memory = self._loop.books.pool, self._loop.runner.memory
         self.scheduler = self._loop.scheduler
-        self.memory.poison(range(config.cache.num_pages))
+        self.memory.poison(range(config.cache.num_pages + 1))
         self.sealed: dict[int, Tensor] = {}
         seal, let_go = self.pool.seal, self.pool._let_go
 
@@ -95,12 +99,13 @@ def engine(
     tier: TierConfig | None = None,
     store: Store | None = None,
     speculation: SpeculationConfig | None = None,
+    decode_steps: bool = False,
     **options: Any,
 ) -> CheckedEngine:
-    """Pages of eight tokens, checkpoints every page, unless options say otherwise."""
+    """Pages of eight tokens, checkpoints every page, unless options say otherwise; `decode_steps` as on a GPU."""
     cache: CacheConfig = cache_config(num_pages, **{"checkpoint_pages": 1, **options})
     config = EngineConfig(cache, step_tokens, patience, tier=tier, speculation=speculation)
-    return CheckedEngine(config, model, store=store)
+    return CheckedEngine(config, model, store=store, decode_steps=decode_steps)
 
 
 def plain_logits(job: Job, model: K3 | None = None) -> Tensor:

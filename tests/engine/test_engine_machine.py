@@ -67,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         checkpoint_pages=st.integers(0, 2),
         patience=st.integers(0, 9),
         guesses=GUESSES,
+        decode_steps=st.booleans(),
     )
     def build(
         self,
@@ -78,12 +79,13 @@ class EngineMachine(RuleBasedStateMachine):
         checkpoint_pages: int,
         patience: int,
         guesses: tuple[SpeculationConfig | None, list[bool]],
+        decode_steps: bool,
     ) -> None:
         """From memory that one request fills to memory that is rarely short; with guesses of every kind, or none."""
         pages = 4 + pages * 8 // page_tokens
         limits = {"max_requests": 5, "checkpoint_pages": checkpoint_pages}
         sizes = {"page_tokens": page_tokens, "hash_tokens": hash_tokens}
-        options = {**limits, **sizes, "speculation": guesses[0]}
+        options = {**limits, **sizes, "speculation": guesses[0], "decode_steps": decode_steps}
         self.engine: CheckedEngine = engine(pages, step_tokens=budget, patience=patience, **options)
         self.draft: ScriptedDraft | None = None
         if guesses[0] is not None and guesses[0].adaptive:

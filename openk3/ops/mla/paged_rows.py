@@ -10,6 +10,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from openk3.ops.device_tables import sent
+
 
 @dataclass(frozen=True)
 class PageTables:
@@ -36,12 +38,12 @@ class PageTables:
         counts = [-(-length // self.page_tokens) for length in self.lengths]
         width = max([1, *counts])
         rows = [[*table[:count], *[0] * (width - count)] for table, count in zip(self.tables, counts)]
-        return torch.tensor(rows, dtype=torch.int32, device=self.device).view(-1, width)
+        return sent(torch.tensor(rows, dtype=torch.int32).view(-1, width), self.device)
 
     @cached_property
     def length_N(self) -> Tensor:
         """The lengths on the device, int32."""
-        return torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        return sent(torch.tensor(self.lengths, dtype=torch.int32), self.device)
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int, int], PageTables]:
