@@ -468,4 +468,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
                 cases.append((KERNELS[name], arguments, options))
             if name == "gate_up":
                 cases.append((KERNELS[name], arguments | {"gate": None, "up": None}, options))
+            if "ADD" in arguments:
+                sums = {x: "*fp32" for x in arguments if x.startswith("d_w")}
+                cases.append((KERNELS[name], arguments | sums | {"ADD": True}, options))
     return cases
