@@ -70,6 +70,7 @@ class DepthStream:
         self.trace = trace
         name("depth_sources", x_TD)
         self._fused = fuses([x_TD])
+        self._few = self._fused and len(x_TD) < FUSED_PHASE_ONE_TOKENS  # one phase only
         self._unsummed: Tensor | None = None  # written, and not yet in `partial`: the next read adds it on its way
         self._upcoming = list(upcoming)
         self._num_reads = 0
@@ -99,8 +100,9 @@ class DepthStream:
     def read_normed(self, query: DepthQuery, norm: RMSNorm) -> Tensor:
         """norm(read(query)) [T, D]; kernels do both, and the sum of the last write, in one pass over the sources."""
         closing = self._num_writes % self.writes_per_block == 0
-        alone = self.partial is None and (len(self.sources) == 1 or bool(self._upcoming))
-        if not self._fused or alone or norm.eps != query.eps or (closing and self._upcoming):
+        shares = bool(self._upcoming) and not self._few  # may begin a phase one
+        alone = self.partial is None and (len(self.sources) == 1 or shares)
+        if not self._fused or alone or norm.eps != query.eps or (closing and shares):
             return _normed(self.read(query), norm)
         self._num_reads += 1
         if self.partial is not None and self._has_phase_one():
@@ -158,8 +160,7 @@ class DepthStream:
         queries = self._upcoming[self._num_reads - 1 :][: max(0, min(left_in_block, room))]
         if len(queries) < 2:  # nothing to share: the plain softmax reads less memory
             return False
-        few = len(self.sources) < FUSED_PHASE_ONE_SOURCES or len(self.sources[0]) < FUSED_PHASE_ONE_TOKENS
-        if self._fused and few:
+        if self._few or (self._fused and len(self.sources) < FUSED_PHASE_ONE_SOURCES):
             return False
         vectors_QD = torch.stack([query.vector_D() for query in queries])
         options = {"dtype": self.sources[0].dtype} if self._fused else {}

@@ -15,6 +15,7 @@ from openk3.model.step_cache import OneTokenStates
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.backend import pick
 from openk3.ops.device_tables import device_table
+from openk3.ops.few.linear import through
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.kda.chunk import chunk_kda
 from openk3.ops.kda.decode import (
@@ -80,7 +81,7 @@ class KimiDeltaAttention(nn.Module):
         """
         weights = [cast(nn.Linear, getattr(self, name)).weight for name in self.joint]
         q_TC, k_TC, v_TC, gate_TC, narrow_TK, beta_TH = joint_linear(x_TD, weights)
-        projected = Projected(q_TC, k_TC, v_TC, self.f_b_proj(narrow_TK), beta_TH)
+        projected = Projected(q_TC, k_TC, v_TC, through(self.f_b_proj, narrow_TK), beta_TH)
         for made_TC, weight in zip((q_TC, k_TC, v_TC), weights):
             remake_linear("kda_projections", made_TC, x_TD, weight)
         remake_linear("kda_gates", gate_TC, x_TD, self.g_proj.weight)
@@ -90,7 +91,7 @@ class KimiDeltaAttention(nn.Module):
         if cache is None:
             return self.o_proj(self._mix(projected, gate_TC, sequences, None)[0])
         if isinstance(cache, OneTokenStates):
-            return self.o_proj(cache.decode(projected, gate_TC, self._decode_weights))
+            return through(self.o_proj, cache.decode(projected, gate_TC, self._decode_weights))
         outputs, drafts = [], cache.drafts
         edges = () if drafts is None else (drafts.which.start, drafts.which.stop)
         for which, rows, part in sequences.split(sequences.num_single, *edges):
@@ -104,7 +105,7 @@ class KimiDeltaAttention(nn.Module):
             y_TC, states = mix(inputs, gate_TC[rows], part, cache.read(which))
             cache.write(which, states)
             outputs.append(y_TC)
-        return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        return through(self.o_proj, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     @torch.no_grad()
     def replay(self, inputs: Projected, sequences: Sequences, states: States) -> States:

@@ -18,6 +18,8 @@ from openk3.model.cache import LatentCache, Sequences
 from openk3.model.norm import RMSNorm
 from openk3.model.step_cache import StepLatents
 from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.few.latent import LatentWeights, step_few, steps_few
+from openk3.ops.few.linear import through
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.mla.reference import absorbed_attention, joint_attention
 from openk3.ops.saved import remake, remake_linear
@@ -57,6 +59,10 @@ class GatedMLA(nn.Module):
         """y_TD; with a cache, its rows are attended to as well and this pass's are appended."""
         maps = (self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
         narrow_TC, joint_TC, *gate_TC = joint_linear(x_TD, [each.weight for each in maps if each is not None])
+        if isinstance(cache, StepLatents) and steps_few(joint_TC, self._few_weights, cache.places):
+            gated = narrow_TC, joint_TC, gate_TC[0] if gate_TC else None, self._few_weights
+            attend = partial(cache.read, scale=self.scale)
+            return through(self.o_proj, step_few(*gated, places=cache.places, attend=attend))
         for made_TC, each in ((narrow_TC, self.q_a_proj), (joint_TC, self.kv_a_proj_with_mqa)):
             remake_linear("mla_latents", made_TC, x_TD, each.weight)
         q_latent_TC = self.q_a_layernorm(narrow_TC)
@@ -80,6 +86,12 @@ class GatedMLA(nn.Module):
         gated_TC = gate(o_TC, gate_TC[0])
         remake("gated_outputs", [gated_TC], gate, o_TC, gate_TC[0])
         return self.o_proj(gated_TC)
+
+    @property
+    def _few_weights(self) -> LatentWeights:
+        q_norm, latent_norm = self.q_a_layernorm, self.kv_a_layernorm
+        norms = (q_norm.weight, q_norm.eps), self.q_b_proj.weight, (latent_norm.weight, latent_norm.eps)
+        return LatentWeights(*norms, self.kv_b_proj.weight, self.heads, self.nope, self.value)
 
     def _continue(
         self, q_THK: Tensor, latents: Sequence[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace

@@ -17,6 +17,7 @@ from openk3.config.model import TextConfig
 from openk3.model.norm import RMSNorm
 from openk3.model.packed_experts import PackedExperts
 from openk3.model.trace import NO_TRACE, Trace
+from openk3.ops.few.mixture import Rest, mix_few, mixes_few
 from openk3.ops.grouped_linear import grouped_linear
 from openk3.ops.joint_linear import joint_linear
 from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels, latent_experts
@@ -168,8 +169,16 @@ class LatentMoE(nn.Module):
             *(self.down_proj.weight, self.router.weight, self.router.bias, dense, self.latent_norm.weight)
         )
 
+    def _rest(self) -> Rest:
+        if self.shared is None:
+            return Rest(self.up_proj.weight, None)
+        gate, up, down = self.shared.gate_proj, self.shared.up_proj, self.shared.down_proj
+        return Rest(self.up_proj.weight, (gate.weight, up.weight, down.weight))
+
     def _fused(self, x_TD: Tensor, trace: Trace) -> Tensor:
         """`forward` by kernels, shared experts beside the routed ones; the up-projection adds to what those give."""
+        if trace is NO_TRACE and mixes_few(x_TD, self._weights(), self.form, self._rest()):
+            return mix_few(x_TD, self._weights(), self.form, self._rest())
 
         def routed() -> Tensor:
             u_TC, scores_TE, routes = latent_experts(

@@ -68,6 +68,12 @@ def mix_depth_normed(
     dtypes = {x.dtype for x in (*sources, *(() if addend_TD is None else (addend_TD,)))}
     if len(dtypes) == 1 and fuses(sources):
         from openk3.ops.attn_res_fused import Wanted, mix
+        from openk3.ops.few.mixture import read_few, reads_few
+
+        weights = query_D, norm_weight_D, out_weight_D
+        if not keep_mixed and reads_few(sources, weights, addend_TD):
+            normed_TD, newest_TD, probs_TL = read_few(sources, weights, eps, addend_TD)
+            return NormedMix(normed_TD, None, newest_TD, probs_TL, list(sources[:-1]))
 
         wanted = Wanted(keep_mixed, True, eps, passed=True)
         found = mix(sources, (query_D, norm_weight_D, out_weight_D), wanted, addend_TD)

@@ -24,6 +24,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "routing": ("reference",),
     "grouped_linear": ("reference",),
     "latent_moe": ("reference", "triton"),
+    "few_tokens": ("reference", "triton"),
     "margins": ("reference", "triton"),
     "mxfp": ("reference", "triton"),
     "cross_entropy": ("reference", "triton"),
@@ -102,6 +103,20 @@ def prefers_gluon(device: torch.device) -> bool:
     choice = os.environ.get("OPENK3_GLUON", "1")
     if choice not in ("0", "1", ""):
         raise ConfigError(f"OPENK3_GLUON={choice}: must be 0 or 1")
+    return choice != "0"
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels may start before the one in front of them has ended (compute capability 9.0 and later).
+
+    OPENK3_EARLY=0 lets each wait for the one before: to compare, or to rule it out. Raises ConfigError for a value
+    other than 0 and 1.
+    """
+    if device.type != "cuda" or _capability(device) < (9, 0):
+        return False
+    choice = os.environ.get("OPENK3_EARLY", "1")
+    if choice not in ("0", "1", ""):
+        raise ConfigError(f"OPENK3_EARLY={choice}: must be 0 or 1")
     return choice != "0"
 
 

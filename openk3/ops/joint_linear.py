@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from openk3.ops.few.linear import linear
 from openk3.ops.unrecorded import apply
 
 FEW = 256  # tokens: as many as decode at once; more keep the launches of several products busy
@@ -24,7 +25,7 @@ def joint_linear(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     Raises what `F.linear` raises for shapes and dtypes that do not fit.
     """
     if len(x_TD) <= FEW and not torch.is_grad_enabled() and (whole := _as_one(weights)) is not None:
-        return F.linear(x_TD, whole).split([len(weight) for weight in weights], -1)
+        return linear(x_TD, whole).split([len(weight) for weight in weights], -1)
     if torch.is_autocast_enabled(x_TD.device.type) or len(weights) == 1:
         return tuple(F.linear(x_TD, weight) for weight in weights)
     return apply(_JointLinear, x_TD, *weights)

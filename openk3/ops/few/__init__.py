@@ -1,0 +1,1 @@
+"""Kernels for the few tokens of decoding steps."""
