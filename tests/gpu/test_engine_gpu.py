@@ -38,7 +38,7 @@ def small() -> K3:
 def wide(seed: int = 0) -> K3:
     """Heads of 128 channels in bfloat16, which Gluon's kernels take on Hopper."""
     linear = LinearAttnConfig(head_dim=128, num_heads=2, kda_layers=(1, 2, 4), full_attn_layers=(3,))
-    config = engine_config(hidden_size=128, linear_attn_config=linear)
+    config = engine_config(linear_attn_config=linear)
     model = K3.build(config, seed=seed, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for value in model.parameters():
