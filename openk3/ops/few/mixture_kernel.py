@@ -52,7 +52,7 @@ def project_kernel(
                 store_rows(logits, value, token, tokens, row, E)
             else:
                 store_rows(latents, value, token, tokens, row, C)
-    else:
+    elif act is not None:
         row = (program - SECOND) * R + tl.arange(0, R)
         opened = load_rows(gate, row, S, K, CHUNKS, CHUNK)
         carried = load_rows(up, row, S, K, CHUNKS, CHUNK)
@@ -214,6 +214,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
             (finish_kernel, finish_settings(D, C, S, tokens)),
         ):
             here = known | {"E": E, "C": C, "I": I, "S": S, "CHOICES": k, "RENORMALIZE": True} | own
+            if kernel is project_kernel and not S:
+                here |= {"gate": None, "up": None, "act": None}
             if kernel is finish_kernel and not S:
                 here |= {"act": None, "down": None}
             arguments = {name: here.get(name, "*bf16") for name in kernel.arg_names}
