@@ -75,10 +75,11 @@ def test_a_step_in_pages(dtype: torch.dtype, measured: list[object]) -> None:
     def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device="cuda").to(kind)
 
-    filters = (0.5 * normal(C, 4, kind=torch.float32) for _ in range(3))
-    gate = KdaGate(*(0.5 * normal(*shape, kind=torch.float32) for shape in ((H,), (H, 128))))
-    weights = DecodeWeights(*filters, gate, 1 + 0.1 * normal(128, kind=torch.float32), 1e-5)
-    tokens, output_gate = Projected(*(normal(N, C) for _ in range(4)), normal(N, H)), normal(N, C)
+    q_CW, k_CW, v_CW = (0.5 * normal(C, 4, kind=torch.float32) for _ in range(3))
+    gate = KdaGate(0.5 * normal(H, kind=torch.float32), 0.5 * normal(H, 128, kind=torch.float32))
+    weights = DecodeWeights(q_CW, k_CW, v_CW, gate, 1 + 0.1 * normal(128, kind=torch.float32), 1e-5)
+    q_NC, k_NC, v_NC, decay_NC, output_gate = (normal(N, C) for _ in range(5))
+    tokens = Projected(q_NC, k_NC, v_NC, decay_NC, normal(N, H))
     memory, inputs = normal(P, 2, H, 128, 128, kind=torch.float32), normal(P, 64 + 9 * C)
     pages = DecodePages(memory[:, 1], inputs[:, 64:].unflatten(-1, (3 * C, 3)))
     windows = [torch.zeros(P, C, 4, dtype=dtype, device="cuda") for _ in range(3)]
@@ -115,6 +116,7 @@ def test_graphs_and_launches_give_the_same_bits(make: object) -> None:
 def test_nothing_waits_for_the_device() -> None:
     """A pass of one token each, from its places to its logits."""
     one = engine_of(small(), True)
+    assert one._loop.runner.decode is not None and one._loop.runner.decode.prepare()
     streams = [one.submit(request) for request in requests(5)]
     while any(len(stream.tokens) < 3 for stream in streams):
         one.step()
