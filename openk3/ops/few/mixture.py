@@ -28,7 +28,7 @@ def mixes_few(x_TD: Tensor, weights: RoutedWeights, form: RoutedForm, rest: Rest
         return False
     (_, inner, latent), shared = weights.experts[0].shape, rest.shared or ()
     width = len(shared[0]) if shared else 0
-    if max(x_TD.shape[-1], inner, latent + width) > MOST_DEPTH or not takes(x_TD, x_TD.shape[-1]):
+    if max(x_TD.shape[-1], inner, latent, width) > MOST_DEPTH or not takes(x_TD, x_TD.shape[-1]):
         return False
     tensors = (weights.down_CD, weights.router_ED, *weights.experts, weights.norm_C, rest.up_DC, *shared)
     if any(x.dtype != x_TD.dtype or not x.is_contiguous() for x in (x_TD, *tensors)):
