@@ -26,7 +26,7 @@ GROUPS = {
         "route": "the same through several servers, each conversation with the one that has its prefix",
     },
     "Train": {
-        "pretrain": "train from a recipe (tiny, small, medium, k3) on your files, or resume a run",
+        "pretrain": "train from a recipe (tiny, pocket, small, medium, k3) on your files, or resume a run",
         "tokenizer": "train a tokenizer, or show how a text is cut into tokens",
         "bench": "measure how fast a recipe trains here, or how fast an engine answers",
     },

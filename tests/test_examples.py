@@ -81,3 +81,12 @@ def test_serve_and_call(tmp_path: Path, tiny_run: Path) -> None:
     text = run([sys.executable, str(EXAMPLES / "serve_and_call.py"), str(tiny_run)], tmp_path)
     assert re.search(r"by schema: \{'larger': '(sun|moon)', 'sure': (True|False)\}", text)
     assert re.search(r"by tool: look_up \{'body': '(sun|moon)'\}", text)
+
+
+def test_pocket_data(tmp_path: Path) -> None:
+    """pocket_data.py: says what it reads, and in one line what is missing; tests/data runs what it calls."""
+    script = str(EXAMPLES / "pocket_data.py")
+    assert "--wordnet" in run([sys.executable, script, "--help"], tmp_path)
+    command = [sys.executable, script, "--books", str(tmp_path), "--wordnet", str(tmp_path)]
+    failed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert failed.returncode and "no books; expected folders" in failed.stderr.splitlines()[-1]

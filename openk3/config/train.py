@@ -159,6 +159,7 @@ class PretrainConfig:
     minutes: float = 0.0  # train this long in all, a resumed run from its start: steps are planned from it; 0: by steps
     workers: int = 1  # micro-batches computed at once, by a thread each: for small models on a CPU
     mtp_loss_weight: float = 0.1  # weight of the multi-token prediction loss
+    mxfp4_from: float = 1.0  # share of the steps after which routed experts compute with weights rounded to MXFP4
     seed: int = 0  # initial weights and data order
     device: str = "auto"  # "auto", "cpu" or "cuda"
     dtype: str = "auto"  # "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float64"
@@ -171,6 +172,7 @@ class PretrainConfig:
         _require(self.seed in SEEDS, f"seed: must lie in {SEEDS.start}..{SEEDS.stop - 1}, got {self.seed}")
         _require(self.workers >= 1, f"workers: must be at least 1, got {self.workers}")
         _require(self.mtp_loss_weight >= 0, "mtp_loss_weight: must not be negative")
+        _require(0 <= self.mxfp4_from <= 1, f"mxfp4_from: must lie in 0..1, got {self.mxfp4_from}")
         check_activations(self.activations)
         _require(
             self.dtype in ("auto", "float32", "bfloat16", "float64"),

@@ -104,9 +104,11 @@ class Encoder:
         {"text"}: BOS, text, EOS, loss on everything after BOS. {"messages", optional "tools", "thinking", "effort",
         "images" (or "image" in the image parts)}: a conversation, loss on the assistant's tokens. {"image" (path, data
         URI, bytes, PIL image, array, or a list of them), "text", optional "prompt"}: BOS, image, prompt without loss,
-        text and EOS with loss. Raises DataError.
+        text and EOS with loss. {"ids", "targets", "patches"}: what a shard holds, as it is. Raises DataError.
         """
         kind, fields = record_kind(record), record.fields
+        if kind == "ids":
+            return self._document(record.where, fields["ids"], fields["targets"], tuple(fields["patches"]))
         if kind == "messages":
             return self._conversation(record)
         text = self.tokenizer.encode(fields["text"])
@@ -231,16 +233,16 @@ def _rendered(record: Record, prompts: Sequence[str]) -> list[Segment]:
 
 
 def record_kind(record: Record) -> str:
-    """'text', 'messages' or 'image', once the record's fields are sound. Raises DataError naming the record."""
+    """'text', 'messages', 'image' or a shard's 'ids', once sound. Raises DataError naming the record."""
     fields, where = record.fields, record.where
     if not isinstance(fields, Mapping):
         raise DataError(f"{where}: expected an object with {KINDS}, got {type(fields).__name__}")
-    kind = next((name for name in ("messages", "image", "text") if name in fields), None)
+    kind = next((name for name in ("ids", "messages", "image", "text") if name in fields), None)
     if kind is None:
         raise DataError(f"{where}: no {KINDS} among its fields {sorted(map(str, fields))}")
     if kind == "messages" and not (isinstance(fields["messages"], list) and fields["messages"]):
         raise DataError(f"{where}: 'messages' must be a non-empty list")
-    if kind != "messages" and not isinstance(fields.get("text"), str):
+    if kind not in ("ids", "messages") and not isinstance(fields.get("text"), str):
         raise DataError(f"{where}: 'text' must be a string")
     if fields.get("prompt") is not None and not isinstance(fields["prompt"], str):
         raise DataError(f"{where}: 'prompt' must be a string")
@@ -256,9 +258,11 @@ def _media_parts(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
 
 
 def record_texts(record: Record) -> Iterator[str]:
-    """The texts that a record holds, conversations message by message."""
-    fields = record.fields
-    if record_kind(record) != "messages":
+    """The texts that a record holds, conversations message by message; none of a shard's, which are encoded."""
+    fields, kind = record.fields, record_kind(record)
+    if kind == "ids":
+        return
+    if kind != "messages":
         yield from (fields[name] for name in ("prompt", "text") if fields.get(name))
         return
     for message in fields["messages"]:

@@ -8,7 +8,7 @@ from types import ModuleType
 from openk3.config.model import ConfigError, ModelConfig
 from openk3.config.train import PretrainConfig
 
-NAMES = ("tiny", "small", "medium", "k3")
+NAMES = ("tiny", "pocket", "small", "medium", "k3")
 
 
 def model(name: str) -> ModelConfig:

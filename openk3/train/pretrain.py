@@ -12,12 +12,15 @@ from tqdm import tqdm
 
 from openk3.config.model import ConfigError
 from openk3.config.train import PretrainConfig
+from openk3.data.ahead import Ahead
 from openk3.data.documents import DataError, Encoder
 from openk3.data.loader import Loader
-from openk3.data.sources import Files, Joined, Source, split, texts
+from openk3.data.shard import open_source
+from openk3.data.sources import Joined, Source, split, texts
 from openk3.inputs.packed import Packed
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.accounting import account
+from openk3.runtime.device import pick_device
 from openk3.runtime.metrics import MetricsLog, StepTimer
 from openk3.runtime.run_folder import RunFolder, write_json
 from openk3.train import checkpoint
@@ -25,6 +28,7 @@ from openk3.train.flops import model_flops, utilisation
 from openk3.train.interrupt import StopSignals
 from openk3.train.opening import Opening, open_run
 from openk3.train.plan import extend, replan
+from openk3.train.rounded import round_experts
 from openk3.train.state import TrainState
 from openk3.train.step import train_step
 from openk3.train.validate import has_text, held_out_batches, token_bytes, validate
@@ -57,20 +61,26 @@ def pretrain(
     """
     with open_run(config.out, resume=resume) as opening:
         run = opening.run
-        pools = list(sources) if sources is not None else [Files(path) for path in config.data.paths]
+        known = run.tokenizer if resume else config.data.tokenizer  # shards have to be encoded with it
+        given = tokenizer if tokenizer is not None else Tokenizer.load(known) if known else None
+        pools = list(sources) if sources is not None else [open_source(path, given) for path in config.data.paths]
         if not pools:
             raise ConfigError("data.paths: nothing to train on; name text files, JSONL files or folders of them")
         if held_out is None and config.data.held_out_paths:
-            held_out = [Files(path) for path in config.data.held_out_paths]
+            held_out = [open_source(path, given) for path in config.data.held_out_paths]
         train, held = _split(pools, held_out, config)
-        tokenizer = Tokenizer.load(run.tokenizer) if resume else _tokenizer(config, run, tokenizer, train)
+        tokenizer = given if resume and given is not None else _tokenizer(config, run, given, train)
         config = fit_to_tokenizer(config, tokenizer)
         encoder = Encoder(tokenizer, vision=config.model.vision, max_image_tokens=_max_image_tokens(config))
         state = TrainState.build(config, _loader(config, train, encoder))
         if resume:
             _resume(state, run)
         write_json(run.config, config.to_dict())
-        _Loop(opening, state, _Validator(config, encoder, held), on_step).run()
+        try:
+            _Loop(opening, state, _Validator(config, encoder, held), on_step).run()
+        finally:
+            if isinstance(state.loader, Ahead):
+                state.loader.close()
         if not state.interrupted:
             export(state, run, tokenizer)
         return state
@@ -131,9 +141,7 @@ def _split(
 
 
 def _tokenizer(config: PretrainConfig, run: RunFolder, given: Tokenizer | None, train: Sequence[Source]) -> Tokenizer:
-    """The given tokenizer, the named one, or one trained on the training documents; kept in the run."""
-    if given is None and config.data.tokenizer:
-        given = Tokenizer.load(config.data.tokenizer)
+    """The given tokenizer, or one trained on the training documents; kept in the run."""
     if given is None:
         log.info("training a tokenizer of %d ids", config.model.text.vocab_size)
         given = Tokenizer.train(texts(Joined(train)), config.model.text.vocab_size)
@@ -141,8 +149,9 @@ def _tokenizer(config: PretrainConfig, run: RunFolder, given: Tokenizer | None, 
     return given
 
 
-def _loader(config: PretrainConfig, train: Sequence[Source], encoder: Encoder) -> Loader:
-    return Loader(
+def _loader(config: PretrainConfig, train: Sequence[Source], encoder: Encoder) -> Loader | Ahead:
+    """The batches; for a GPU they are packed by a process of their own."""
+    loader = Loader(
         train,
         encoder,
         batch_tokens=config.data.batch_tokens,
@@ -150,6 +159,7 @@ def _loader(config: PretrainConfig, train: Sequence[Source], encoder: Encoder) -
         weights=config.data.weights,
         seed=config.seed,
     )
+    return Ahead(loader) if pick_device(config.device).type == "cuda" else loader
 
 
 def _max_image_tokens(config: PretrainConfig) -> int:
@@ -208,6 +218,7 @@ class _Loop:
         """The loop; leaves a checkpoint of the last step behind."""
         state = self.state
         began = time.perf_counter()
+        round_experts(state)
         with StopSignals() as signals, self._bar() as bar:
             first, busy = state.step, 0.0
             while state.step < state.total_steps and not signals.requested:
@@ -215,6 +226,7 @@ class _Loop:
                 busy += values["seconds"]
                 elapsed = time.perf_counter() - began
                 state.seconds, self.outside = self.before + elapsed, (elapsed - busy) / (state.step - first)
+                round_experts(state)
                 if self.on_step is not None:
                     self.on_step(state, values)
                 self.metrics.write(state.step, values)

@@ -8,6 +8,7 @@ import torch
 
 from openk3.config.activations import ActivationPolicy
 from openk3.config.train import PretrainConfig
+from openk3.data.ahead import Ahead
 from openk3.data.loader import Loader
 from openk3.model.k3 import K3
 from openk3.optim.groups import build_optimizer
@@ -30,7 +31,7 @@ class TrainState:
     optimizer: Optimizer
     balance: BalanceTrace
     total_steps: int
-    loader: Loader | None = None
+    loader: Loader | Ahead | None = None
     activations: ActivationPolicy = ActivationPolicy()
     step: int = 0
     tokens: int = 0
@@ -38,7 +39,7 @@ class TrainState:
     interrupted: bool = False
 
     @classmethod
-    def build(cls, config: PretrainConfig, loader: Loader | None = None) -> TrainState:
+    def build(cls, config: PretrainConfig, loader: Loader | Ahead | None = None) -> TrainState:
         """A state at step 0; the seed fixes the weights and every generator. Raises DeviceError, ConfigError."""
         device = pick_device(config.device, Rank.from_env())
         seed_everything(config.seed)
@@ -46,7 +47,7 @@ class TrainState:
         return cls.around(model, config, loader)
 
     @classmethod
-    def around(cls, model: K3, config: PretrainConfig, loader: Loader | None = None) -> TrainState:
+    def around(cls, model: K3, config: PretrainConfig, loader: Loader | Ahead | None = None) -> TrainState:
         """A state at step 0 that trains an existing model."""
         balance = BalanceTrace(model, config.balance, max_logits=config.optim.qk_clip_tau > 0)
         policy = policy_of(config, model.embed.weight)

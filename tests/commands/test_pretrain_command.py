@@ -65,8 +65,8 @@ def test_resume_goes_on_and_flags_still_override(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "RECIPE: name one of tiny, small, medium, k3, or continue a run with --resume RUN"),
-        (["tinny", "--data", "x"], "tinny: no such recipe; there are tiny, small, medium, k3"),
+        ([], "RECIPE: name one of tiny, pocket, small, medium, k3, or continue a run with --resume RUN"),
+        (["tinny", "--data", "x"], "tinny: no such recipe; there are tiny, pocket, small, medium, k3"),
         (["tiny"], "--data: name text files, JSONL files or folders of them to train on"),
         (["--resume", "nowhere"], "nowhere: no such file; expected the run.json of a training run"),
     ],

@@ -18,7 +18,7 @@ def test_flops_are_those_of_the_books(name: str, length: int) -> None:
     config = recipes.model(name)
     found = roofline(config, length=length)
     assert found.model_flops == account(config).training_flops(length).total
-    tolerance = 1e-2 if name == "tiny" else 2e-3
+    tolerance = {"tiny": 1e-2, "pocket": 5e-3}.get(name, 2e-3)
     assert sum(operation.flops for operation in found.operations) == pytest.approx(found.model_flops, rel=tolerance)
 
 

@@ -53,7 +53,7 @@ def test_every_part_is_on(name: str) -> None:
 def test_unknown_recipe() -> None:
     """One line with the names there are."""
     for function in (recipes.model, recipes.pretrain):
-        with pytest.raises(ConfigError, match="huge: no such recipe; there are tiny, small, medium, k3"):
+        with pytest.raises(ConfigError, match="huge: no such recipe; there are tiny, pocket, small, medium, k3"):
             function("huge")
 
 
