@@ -37,7 +37,7 @@ def linear(x_TD: Tensor, weight_OD: Tensor, norm: tuple[Tensor, float] | None = 
 
 def through(layer: nn.Module, x_TD: Tensor) -> Tensor:
     """layer(x); `linear` where the layer is nothing but its weight."""
-    hooked = layer._forward_hooks or layer._forward_pre_hooks
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     if type(layer) is not nn.Linear or layer.bias is not None or hooked:
         return layer(x_TD)
     return linear(x_TD, layer.weight)
