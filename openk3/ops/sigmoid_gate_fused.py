@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
 from openk3.ops.launch import start
+from openk3.ops.rows_fused import apart, gate_rows
 from openk3.ops.sigmoid_gate_kernel import BLOCK, WARPS, gate_backward_kernel, gate_kernel
 
 
@@ -38,4 +39,6 @@ class _SigmoidGate(torch.autograd.Function):
 
 def fused_sigmoid_gate(o: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """As `ops.sigmoid_gate.sigmoid_gate`, for shapes and formats that it has checked."""
+    if apart(gate) and o.ndim == 2:
+        return gate_rows(o, gate, dtype)
     return _SigmoidGate.apply(o.contiguous(), gate.contiguous(), dtype)
