@@ -271,9 +271,9 @@ class Machine:
         """A copy out of shared memory, made when it is waited for."""
         _here.copies.append((target, list(place), Flight((source,), (operand(source),))))
 
-    def gather(self, target: Shared, at: Pointer) -> None:
-        """Copies of values from anywhere into shared memory, some time later."""
-        source = at.memory[at.place]
+    def gather(self, target: Shared, at: Pointer, mask: Any = None) -> None:
+        """Copies of values from anywhere into shared memory, some time later; zeros where the mask is false."""
+        source = plain(_load(at, mask))
         target.data.fill_(float("nan"))
 
         def arrive() -> None:

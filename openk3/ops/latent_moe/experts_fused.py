@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from openk3.ops.backend import on_device
 from openk3.ops.gradient_sums import GradientSum, sum_of
 from openk3.ops.latent_moe import combine_kernel as rows_kernel
+from openk3.ops.latent_moe import experts_hopper
 from openk3.ops.latent_moe.experts_kernel import (
     GROUP,
     KERNELS,
@@ -20,7 +21,7 @@ from openk3.ops.latent_moe.experts_kernel import (
     rows_of_tile,
     tile_for,
 )
-from openk3.ops.latent_moe.experts_library import Library, is_faster
+from openk3.ops.latent_moe.experts_library import Library, act_rows, is_faster
 from openk3.ops.latent_moe.route_fused import Plan
 from openk3.ops.launch import start
 from openk3.ops.saved import name
@@ -56,16 +57,19 @@ def tile_rows(z_TC: Tensor, k: int, experts: int) -> int:
 
 
 class _Launch:
-    """Products over the rows of one plan: by kernels, or by the library where that is faster."""
+    """Products over the rows of one plan: by kernels, on Hopper by Gluon's, or by the library where that is faster."""
 
-    def __init__(self, plan: Plan, sizes: Sizes, form: Form, like: Tensor) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes, form: Form, like: Tensor, *weights: Tensor) -> None:
         self.plan, self.sizes, self.form = plan, sizes, form
         self.kind = kind(like.device, like.dtype)
         M, (C, I, E, k) = len(plan.slot_M), sizes
         self.constants = {"C": C, "I": I, "E": E, "K": k, "BETA": form.beta, "LINEAR": form.linear_beta, "GROUP": GROUP}
         self.tiles = M // plan.tile + min(E, M)  # no plan has more
         by_library = is_faster(self.kind, like.dtype, plan, (C, I))
-        self.library = Library(plan, k, (form.beta, form.linear_beta)) if by_library else None
+        betas = form.beta, form.linear_beta
+        self.library = Library(plan, k, betas) if by_library else None
+        moves = not by_library and experts_hopper.fits(plan, like, *weights)
+        self.hopper = experts_hopper.Hopper(plan, E, k, betas) if moves else None
 
     def of_tokens(self, x_TC: Tensor) -> Tensor:
         """What products of tokens' rows take: the library the rows, the kernels the tokens."""
@@ -78,7 +82,8 @@ class _Launch:
         M, I = len(self.plan.slot_M), self.sizes.I
         act = z.new_empty(M, I)
         gate, up = z.new_empty(2, M, I).unbind() if keep else (None, None)
-        self.rows("gate_up", (z, w1, w3, gate, up, act), I, self.sizes.C)
+        if self.hopper is None or not self.hopper.gate_up(z, (w1, w3), (gate, up, act)):
+            self.rows("gate_up", (z, w1, w3, gate, up, act), I, self.sizes.C)
         return gate, up, act
 
     def down(self, act: Tensor, w2: Tensor) -> Tensor:
@@ -86,7 +91,8 @@ class _Launch:
         if self.library is not None:
             return self.library.product(act, w2.mT)
         y = act.new_empty(len(act), self.sizes.C)
-        self.rows("down", (act, w2, y), self.sizes.C, self.sizes.I)
+        if self.hopper is None or not self.hopper.down(act, w2, y):
+            self.rows("down", (act, w2, y), self.sizes.C, self.sizes.I)
         return y
 
     def act_gradient(
@@ -96,7 +102,10 @@ class _Launch:
         if self.library is not None:
             return self.library.act_gradient(d_u, w2, gate, up, weights)
         (M, I), C = gate.shape, self.sizes.C
-        d_gate, d_up, scaled = gate.new_empty(3, M, I).unbind()
+        d_gate = torch.empty_like(gate)
+        if self.hopper is not None and self.hopper.behind(d_u, w2, d_gate):
+            return act_rows(d_gate, (gate, up), weights, self.plan, (self.form.beta, self.form.linear_beta))
+        d_up, scaled = torch.empty_like(gate), torch.empty_like(gate)
         shares = weights.new_empty(self.blocks("act_gradient", I, C), M)
         self.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
         return d_gate, d_up, scaled, shares
@@ -106,7 +115,9 @@ class _Launch:
         if self.library is not None:
             return self.library.weight(d_u, scaled)
         (d_w2,), kind = _targets((w2,), (total,))
-        self.weights("down_weight", (d_u, scaled, d_w2), (self.sizes.C, self.sizes.I), adds=kind == "adds")
+        adds = kind == "adds"
+        if self.hopper is None or not self.hopper.down_weight(d_u, scaled, d_w2, adds=adds):
+            self.weights("down_weight", (d_u, scaled, d_w2), (self.sizes.C, self.sizes.I), adds=adds)
         return d_w2 if kind == "alone" else None
 
     def gate_up_weight(
@@ -116,8 +127,9 @@ class _Launch:
         if self.library is not None:
             return self.library.weight(d_gate, z), self.library.weight(d_up, z)
         (d_w1, d_w3), kind = _targets(weights, totals)
-        shape = self.sizes.I, self.sizes.C
-        self.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), shape, adds=kind == "adds")
+        shape, adds = (self.sizes.I, self.sizes.C), kind == "adds"
+        if self.hopper is None or not self.hopper.gate_up_weight((d_gate, d_up), z, (d_w1, d_w3), adds=adds):
+            self.weights("gate_up_weight", (d_gate, d_up, z, d_w1, d_w3), shape, adds=adds)
         return (d_w1, d_w3) if kind == "alone" else (None, None)
 
     def blocks(self, name: str, width: int, depth: int) -> int:
@@ -220,7 +232,7 @@ class _Experts(torch.autograd.Function):
         (E, I, C), k = w1.shape, weights.shape[1]
         keep = any(ctx.needs_input_grad)
         with on_device(z):
-            launch = _Launch(plan, Sizes(C, I, E, k), form, z)
+            launch = _Launch(plan, Sizes(C, I, E, k), form, z, w1, w3, w2)
             gate, up, act = launch.gate_up(launch.of_tokens(z), w1, w3, keep=keep)
             u, out, inverse = _combine(launch.down(act, w2), plan, weights, norm, form.eps)
         if keep:
@@ -239,7 +251,7 @@ class _Experts(torch.autograd.Function):
         (E, I, C), k, M = w1.shape, weights.shape[1], len(plan.slot_M)
         d_w1 = d_w3 = d_w2 = d_z = d_weights = None
         with on_device(z):
-            launch = _Launch(plan, Sizes(C, I, E, k), ctx.form, z)
+            launch = _Launch(plan, Sizes(C, I, E, k), ctx.form, z, w1, w3, w2)
             d_u, d_norm = _combine_backward(grads[0].contiguous(), u, inverse, norm)
             rows = launch.of_tokens(d_u)
             d_gate, d_up, scaled, shares = launch.act_gradient(rows, w2, gate, up, weights)

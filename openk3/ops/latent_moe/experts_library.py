@@ -26,6 +26,23 @@ def is_faster(kind: str, dtype: torch.dtype, plan: Plan, widths: tuple[int, int]
     return fits and min(widths) >= LEAST_WIDTH and plan.tile >= ROWS and len(plan.slot_M) > 0
 
 
+def act_rows(
+    d: Tensor, saved: tuple[Tensor, Tensor], weights: Tensor, plan: Plan, betas: tuple[float, float | None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What follows d = d_u w2: d_gate in its place, d_up, p act, and the weights' gradient as one share for each row."""
+    (M, I), d_up, scaled = d.shape, torch.empty_like(d), torch.empty_like(d)
+    shares = weights.new_empty(1, M)
+    constants, options = act_rows_settings(I)
+    start(act_rows_kernel, M)(
+        *(d, *saved, weights, plan.slot_M, d_up, scaled, shares),
+        **constants,
+        BETA=betas[0],
+        LINEAR=betas[1],
+        **options,
+    )
+    return d, d_up, scaled, shares
+
+
 class Library(NamedTuple):
     """Products over the rows of one plan."""
 
@@ -50,18 +67,7 @@ class Library(NamedTuple):
         self, d_rows: Tensor, w2: Tensor, gate: Tensor, up: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """d_gate, d_up, p act, and the weights' gradient as one share for each row."""
-        d = self.product(d_rows, w2)
-        (M, I), d_up, scaled = d.shape, torch.empty_like(d), torch.empty_like(d)
-        shares = weights.new_empty(1, M)
-        constants, options = act_rows_settings(I)
-        start(act_rows_kernel, M)(
-            *(d, gate, up, weights, self.plan.slot_M, d_up, scaled, shares),
-            **constants,
-            BETA=self.betas[0],
-            LINEAR=self.betas[1],
-            **options,
-        )
-        return d, d_up, scaled, shares
+        return act_rows(self.product(d_rows, w2), (gate, up), weights, self.plan, self.betas)
 
     def weight(self, d_rows: Tensor, rows: Tensor) -> Tensor:
         """d_rows^T rows of each expert; zero for one without rows."""
