@@ -8,29 +8,20 @@ device. Without a GPU, or with graphs=False, the same function runs as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import Tensor
 
 from openk3.engine.decode_cache import DecodeCache, DecodePlaces
-from openk3.engine.host_form import KNOWN
 from openk3.engine.job import Work, held
 from openk3.engine.page_memory import PageMemory
 from openk3.engine.page_plans import RequestCache
 from openk3.model.cache import Cache
+from openk3.model.capture import Form, has_kernels, is_plain
 from openk3.model.k3 import K3
-from openk3.model.kda import KimiDeltaAttention
-from openk3.model.layer import Layer
-from openk3.model.moe import LatentMoE, LocalExchange
-from openk3.model.packed_experts import PackedExperts
-from openk3.ops.backend import pick
-from openk3.ops.latent_moe.layer import by_kernels
 
 
 class Stepped(NamedTuple):
@@ -62,14 +53,14 @@ class DecodeSteps:
         self._tables = _Tables(most, pages)
         self._found: dict[int, _Graph] = {}
         self._pool: Any = None
-        self._form: _Form | None = None
+        self._form: Form | None = None
         self._applies = False
 
     @torch.no_grad()
     def now(self) -> bool:
         """Whether the model's passes may be taken here; graphs of what it was before are dropped."""
         if self._form is None or not self._form.holds():
-            self._form = _Form(self._model)
+            self._form = Form(self._model)
             self._applies = is_plain(self._model) and (not self.graphs or has_kernels(self._model))
             self._found, self._pool = {}, None
         return self._applies
@@ -193,63 +184,3 @@ class _Tables:
                 self._known[row] = len(cache.pages)
             rows.append(row)
         return self._table_RP[rows, : max(len(cache.pages) for cache in caches)]
-
-
-class _Form:
-    """Where all parts and weights of a model were at one moment, and that nobody had hooked himself in."""
-
-    def __init__(self, model: K3) -> None:
-        modules = [*model.layers.modules(), *(getattr(model, name) for name in _OUTSIDE)]
-        self._modules = modules
-        self._tables = [
-            table for each in modules for table in (each._modules, each._parameters, each._buffers) if table
-        ]
-        self._sized = [*_hooks(modules), *map(vars, (model, *modules))]
-        self._objects = list(self._look())
-        self._tensors = [each for each in self._objects if isinstance(each, Tensor)]
-        self._marks = self._count()
-
-    def holds(self) -> bool:
-        """Whether all is where it was; what is written into weights in place does not matter."""
-        return self._count() == self._marks and all(map(is_, self._look(), self._objects))
-
-    def _look(self) -> Iterable[object]:
-        return chain.from_iterable(table.values() for table in self._tables)
-
-    def _count(self) -> list[Any]:
-        return [*map(len, self._sized), *map(type, self._modules), *map(Tensor.data_ptr, self._tensors)]
-
-
-_OUTSIDE = ("embed", "output_query", "norm", "lm_head")
-
-
-def _hooks(modules: Iterable[nn.Module]) -> list[Any]:
-    """Every place where a module's call could be changed."""
-    own = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-    return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *own]
-
-
-def is_plain(model: K3) -> bool:
-    """Whether the model is of this package's parts alone, as they are: no hook, no other class, no `forward` put in."""
-    modules = [*model.layers.modules(), *(getattr(model, name) for name in _OUTSIDE)]
-    known = KNOWN | {PackedExperts, nn.Embedding}
-    bare = type(model).backbone is K3.backbone and "backbone" not in vars(model)
-    return bare and not any(_hooks(modules)) and all(type(x) in known and "forward" not in vars(x) for x in modules)
-
-
-def has_kernels(model: K3) -> bool:
-    """Whether all that a pass of one token each runs is kernels, which ask nothing of the host, so that it can be
-    captured (`ops.backend.pick` has their conditions)."""
-    weight, text = model.embed.weight, model.config.text
-    width = text.linear_attn_config.head_dim
-    x_1D = weight[:1]
-    for layer in [cast(Layer, layer) for layer in model.layers]:
-        moe, mixer = layer.ffn, layer.mixer
-        if isinstance(moe, LatentMoE) and not (
-            isinstance(moe.exchange, LocalExchange) and by_kernels(x_1D, moe._weights(), moe.form)
-        ):
-            return False
-        bounded = not isinstance(mixer, KimiDeltaAttention) or pick("kda", x_1D, channels=(width, width)) == "triton"
-        if not bounded:
-            return False
-    return weight.is_cuda and pick("mla", x_1D) == "triton" and model.lm_head.weight.dtype == weight.dtype

@@ -16,16 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from openk3.model.depth import DepthQuery
+from openk3.model.capture import KNOWN
 from openk3.model.k3 import K3
-from openk3.model.kda import KimiDeltaAttention, ShortConv
 from openk3.model.layer import Layer
-from openk3.model.mla import GatedMLA
-from openk3.model.moe import DenseFFN, Experts, LatentMoE, Router
-from openk3.model.norm import RMSNorm
 
-KNOWN = {DepthQuery, KimiDeltaAttention, ShortConv, Layer, GatedMLA, DenseFFN, Experts, LatentMoE, Router, RMSNorm}
-KNOWN |= {nn.Linear, nn.ModuleList}
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 
 

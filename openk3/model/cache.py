@@ -206,6 +206,10 @@ class MlaCache:
             self._buffers[n][self.lengths[n] : end] = new
         return [buffer[:end] for buffer, end in zip(self._buffers, self._next)]
 
+    def replace(self, sequence: int, rows_TC: Tensor) -> None:
+        """Other rows of one sequence, copied."""
+        self._buffers[sequence], self.lengths[sequence], self._next = rows_TC.clone(), len(rows_TC), None
+
     def commit(self) -> None:
         """Take over what was appended."""
         if self._next is not None:

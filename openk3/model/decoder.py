@@ -66,6 +66,35 @@ class Decoder:
         self._last = None
 
     @torch.no_grad()
+    def store(self, slot: int, cache: DenseCache, sequence: int = 0) -> None:
+        """The reverse of `load`: whoever continues `cache` goes on where the slot's sequence has come to."""
+        length = self.lengths[slot]
+        for ours, theirs in zip(self.cache.layers, cache.layers, strict=True):
+            if isinstance(ours, StepStates) and isinstance(theirs, KdaCache):
+                for pool, values in zip(ours.pool.tensors(), (theirs.state_NHKV, *theirs.windows), strict=True):
+                    values[sequence].copy_(pool[slot])
+            elif isinstance(ours, StepLatents) and isinstance(theirs, MlaCache):
+                theirs.replace(sequence, ours.memory_PTC[slot, :length])
+        cache.lengths[sequence] = length
+
+    @torch.no_grad()
+    def resized(self, max_tokens: int) -> Decoder:
+        """Another one with the same sequences and more room. Raises ValueError if they do not fit."""
+        if max_tokens < max(self.lengths):
+            raise ValueError(f"Decoder: a sequence of {max(self.lengths)} tokens, room for {max_tokens}")
+        other = Decoder(self.model, slots=self.cache.slots, max_tokens=max_tokens, graphs=self._graphs)
+        for ours, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+            if isinstance(ours, StepStates) and isinstance(theirs, StepStates):
+                for mine, copy in zip(ours.pool.tensors(), theirs.pool.tensors(), strict=True):
+                    copy.copy_(mine)
+            elif isinstance(ours, StepLatents) and isinstance(theirs, StepLatents):
+                longest = max(self.lengths)
+                theirs.memory_PTC[:, :longest].copy_(ours.memory_PTC[:, :longest])
+        other.cache.length_R.copy_(self.cache.length_R)
+        other.lengths = list(self.lengths)
+        return other
+
+    @torch.no_grad()
     def step(self, slots: Sequence[int], ids: Sequence[int] | None = None) -> Tensor:
         """Continue these slots' sequences by one token each -> logits [N, V] of what follows, in memory of this step.
 

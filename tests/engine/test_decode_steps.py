@@ -12,9 +12,10 @@ from checked_engine import CheckedEngine, engine, greedy, verify
 from engine_model import MEDIA, engine_model, picture, prompt
 
 from openk3.config.serve import SpeculationConfig
-from openk3.engine.decode_steps import DecodeSteps, has_kernels, is_plain, places_for
+from openk3.engine.decode_steps import DecodeSteps, places_for
 from openk3.engine.job import Work
 from openk3.engine.request import Request, SamplingParams
+from openk3.model.capture import has_kernels, is_plain
 
 
 def watched(one: CheckedEngine) -> list[int]:

@@ -7,7 +7,8 @@ import torch
 from tiny_model import MEDIA, close, random_ids, random_image, tiny_model
 
 from openk3 import K3, Packed
-from openk3.model.generate import generate, prefill
+from openk3.model import generate as generate_module
+from openk3.model.generate import Steps, generate, prefill
 
 MODEL = tiny_model()
 GREEDY = {"temperature": 0.0}
@@ -97,3 +98,27 @@ def test_errors_come_before_the_first_token(prompt: object, message: str) -> Non
     """At the call, not when iteration starts."""
     with pytest.raises(ValueError, match=message):
         generate(MODEL, prompt, max_tokens=1)
+
+
+def test_steps_by_a_decoder_are_those_over_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits agree to the last digits: where room runs out, and where the model changes in the middle of an answer."""
+    monkeypatch.setattr(generate_module, "LEAST_ROOM", 4)
+    model, (prompt, ids) = tiny_model(), random_ids([3, 14])
+    caches = [model.new_cache(1) for _ in range(2)]
+    for cache in caches:
+        prefill(model, Packed.join([prompt]), cache)
+    plain, graphed = Steps(model, caches[0], 14, False), Steps(model, caches[1], 14, True)
+    assert graphed.is_graphed and not plain.is_graphed
+    for n, token in enumerate(ids):
+        if n == 11:
+            model.norm.weight.data = model.norm.weight.data * 1.5
+        close(graphed(token), plain(token))
+        assert graphed.is_graphed == (n < 11)
+    assert caches[0].lengths == caches[1].lengths == [17]
+
+
+def test_a_cpu_takes_no_graphs() -> None:
+    """Whatever the length of the answer."""
+    cache = MODEL.new_cache(1)
+    prefill(MODEL, Packed.join([[1, 2]]), cache)
+    assert not Steps(MODEL, cache, 1000).is_graphed
