@@ -29,7 +29,7 @@ def is_faster(kind: str, dtype: torch.dtype, plan: Plan, widths: tuple[int, int]
 def act_rows(
     d: Tensor, saved: tuple[Tensor, Tensor], weights: Tensor, plan: Plan, betas: tuple[float, float | None]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows d = d_u w2: d_gate in its place, d_up, p act, and the weights' gradient as one share for each row."""
+    """What follows d = d_u w2: d_gate in its place, d_up, p act, and the weights' gradient as one share a row."""
     (M, I), d_up, scaled = d.shape, torch.empty_like(d), torch.empty_like(d)
     shares = weights.new_empty(1, M)
     constants, options = act_rows_settings(I)
