@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
-from openk3.ops.few.linear import linear, run, takes
+from openk3.ops.few.linear import blocks_of, linear, run, takes
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _absorb(q_NC: Tensor, joint_NC: Tensor, weights: LatentWeights, places: Plac
     q_latent_NHC = q_NC.new_empty(N, H, C)
     tensors = q_NC, weights.up_OC, joint_NC, norm, memory, page_N, row_N, q_latent_NHC
     numbers = N, eps, memory.stride(0)
-    programs = H * triton.cdiv(C, known["B"]) + N
+    programs = H * blocks_of(C, known["B"]) + N
     run(absorb_kernel, programs, (*tensors, *numbers), (known, warps), like=q_NC)
     return q_latent_NHC
 
@@ -92,5 +91,5 @@ def _values(context_NHC: Tensor, gate_NC: Tensor | None, weights: LatentWeights,
     known |= {"G_STRIDE": stride, "H": H, "NOPE": weights.nope, "VALUE": V}
     out_NC = context_NHC.new_empty(N, H * V, dtype=dtype)
     tensors = context_NHC.contiguous(), weights.up_OC, gate_NC, out_NC, N
-    run(value_kernel, H * triton.cdiv(V, known["R"]), tensors, (known, warps), like=context_NHC)
+    run(value_kernel, H * blocks_of(V, known["R"]), tensors, (known, warps), like=context_NHC)
     return out_NC

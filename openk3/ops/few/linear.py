@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,8 +51,13 @@ def _by_kernel(x_TD: Tensor, weight_OD: Tensor, norm: tuple[Tensor, float] | Non
     weight, eps = (None, 0.0) if norm is None else norm
     tensors = x_TD, weight, weight_OD, out, T, eps
     constants = {"STRIDE": x_TD.stride(0), "ROWS": O, "K": D} | how.constants | tokens_for(T, how)
-    run(linear_kernel, triton.cdiv(O, how.rows), tensors, (constants, how.warps), like=x_TD)
+    run(linear_kernel, blocks_of(O, how.rows), tensors, (constants, how.warps), like=x_TD)
     return out
+
+
+def blocks_of(size: int, block: int) -> int:
+    """How many blocks a size takes."""
+    return -(-size // block)
 
 
 def run(

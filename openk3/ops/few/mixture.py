@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from openk3.ops.backend import on_device, starts_early
-from openk3.ops.few.linear import MOST_DEPTH, run, takes
+from openk3.ops.few.linear import MOST_DEPTH, blocks_of, run, takes
 from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels
 from openk3.ops.latent_moe.packed import ExpertTiles
 
@@ -56,7 +55,7 @@ def mix_few(x_TD: Tensor, weights: RoutedWeights, form: RoutedForm, rest: Rest) 
     situ = {"BETA": float(form.beta), "LINEAR": form.linear_beta and float(form.linear_beta)}
 
     known, warps = kernels.project_settings(D, T)
-    blocks = sum(triton.cdiv(rows, known["R"]) for rows in (E, latent, S))
+    blocks = sum(blocks_of(rows, known["R"]) for rows in (E, latent, S))
     tensors = x_TD, weights.router_ED, weights.down_CD, gate, up, logits, latents, shared, T
     settings = known | situ | {"E": E, "C": latent, "S": S}, warps
     run(kernels.project_kernel, blocks, tensors, settings, like=x_TD)
@@ -64,26 +63,28 @@ def mix_few(x_TD: Tensor, weights: RoutedWeights, form: RoutedForm, rest: Rest) 
     known, warps = kernels.choose_settings(E, latent, inner)
     tensors = latents, logits, weights.bias_E, w1, w3, ids, share, act, form.scale
     settings = known | situ | {"CHOICES": k, "RENORMALIZE": form.renormalize, "I": inner}, warps
-    run(kernels.choose_kernel, T * k * triton.cdiv(inner, known["R"]), tensors, settings, like=x_TD)
+    run(kernels.choose_kernel, T * k * blocks_of(inner, known["R"]), tensors, settings, like=x_TD)
 
     known, warps = kernels.gather_settings(k, inner, latent)
     settings = known | {"C": latent}, warps
-    blocks = T * triton.cdiv(latent, known["R"])
+    blocks = T * blocks_of(latent, known["R"])
     run(kernels.gather_kernel, blocks, (act, w2, ids, share, sums), settings, like=x_TD)
 
     known, warps = kernels.finish_settings(D, latent, S, T)
     out = torch.empty_like(x_TD)
     tensors = sums, weights.norm_C, rest.up_DC, shared, down, out, T, form.eps
-    run(kernels.finish_kernel, triton.cdiv(D, known["R"]), tensors, (known, warps), like=x_TD)
+    run(kernels.finish_kernel, blocks_of(D, known["R"]), tensors, (known, warps), like=x_TD)
     return out
 
 
 def reads_few(sources: Sequence[Tensor], weights: Sequence[Tensor], addend_TD: Tensor | None) -> bool:
     """Whether `read_few` runs: for inference, few tokens, sources and weights of one format."""
+    x = sources[0]
+    if not takes(x, x.shape[-1]):
+        return False
     from openk3.ops.few.depth_kernel import MOST_SOURCES, MOST_WIDTH
 
-    x = sources[0]
-    if len(sources) > MOST_SOURCES or x.ndim != 2 or x.shape[1] > MOST_WIDTH or not takes(x, x.shape[1]):
+    if len(sources) > MOST_SOURCES or x.shape[1] > MOST_WIDTH:
         return False
     tensors = (*sources, *weights, *(() if addend_TD is None else (addend_TD,)))
     return all(y.dtype == x.dtype and y.is_contiguous() for y in tensors)
@@ -96,6 +97,8 @@ def read_few(
 
     `weights` are query, norm weight and out weight, [D] each.
     """
+    import triton
+
     from openk3.ops.few.depth_kernel import depth_kernel, settings
     from openk3.ops.kda.gluon_launch import launch
 
