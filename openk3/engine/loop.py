@@ -137,6 +137,8 @@ class Loop:
 
     def _is_readable(self, work: Work) -> bool:
         """Whether a work's images could be read; if not, its job has ended."""
+        if not work.job.prompt.spans:
+            return True
         try:
             self.runner.prepare(work)
         except Exception as error:  # whatever is wrong with an image is wrong with this job

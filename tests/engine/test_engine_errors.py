@@ -11,11 +11,11 @@ import pytest
 import torch
 from checked_engine import GREEDY, CheckedEngine, engine, greedy, verify
 from engine_model import MEDIA, VOCAB, engine_config, engine_model, picture, prompt
-from torch import Tensor
 
-from openk3.engine.job import Status, Work
+from openk3.engine.job import Status, Work, held
+from openk3.engine.paged_cache import Span
 from openk3.engine.request import Finish, Request, SamplingParams
-from openk3.engine.runner import Runner
+from openk3.engine.runner import Results, Runner
 from openk3.engine.stream import Update
 from openk3.inputs.packed import MediaItem
 from openk3.model.cache import Sequences
@@ -82,17 +82,17 @@ def test_wrong_requests_that_no_model_would_read() -> None:
 
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass fails whenever a token POISON is in it, after the first layer has moved states on."""
-    inputs = Runner._inputs
+    run = Runner._pass
 
-    def failing(runner: Runner, works: Sequence[Work]) -> Tensor:
-        x_TD = inputs(runner, works)
+    def failing(runner: Runner, works: Sequence[Work]) -> Results:
         if any(POISON in work.token_ids for work in works):
-            layout = Sequences(runner.cache.batch.cu_seqlens)
-            runner.model.layers[0].mixer(x_TD, layout, runner.cache.layers[0])
+            batch = runner.cache.bind([Span(held(work), work.start, work.num_tokens) for work in works])
+            x_TD = runner.model.embed(torch.tensor([token for work in works for token in work.token_ids]))
+            runner.model.layers[0].mixer(x_TD, Sequences(batch.cu_seqlens), runner.cache.layers[0])
             raise RuntimeError("this token breaks the kernel")
-        return x_TD
+        return run(runner, works)
 
-    monkeypatch.setattr(Runner, "_inputs", failing)
+    monkeypatch.setattr(Runner, "_pass", failing)
 
 
 def test_a_pass_that_fails_ends_only_the_guilty(monkeypatch: pytest.MonkeyPatch) -> None:
