@@ -117,7 +117,7 @@ def test_all_passes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
     streams = [one.submit(greedy(prompt(9, n))) for n in range(4)]
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_inputs", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        patch.setattr(Runner, "_pass", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
         for _ in range(12):
             one.step()
     assert [str(stream.finish.error) for stream in streams if stream.finish] == ["device lost"] * 4
