@@ -16,6 +16,7 @@ from openk3.config.train import BalanceConfig
 from openk3.model.init import initialize
 from openk3.model.moe import LatentMoE
 from openk3.ops import routing
+from openk3.ops.gradient_sums import GradientSum, keep_sum
 from openk3.ops.latent_moe.project_fused import router_logits
 from openk3.ops.latent_moe.route_fused import Choice, route, sort
 from openk3.ops.margins import count_margins
@@ -33,6 +34,7 @@ CASES = [
     Case(700, 5, 3, 200, 136, linear_beta=None),
     Case(500, 12, 2, 384, 256, torch.float16),
     Case(500, 12, 2, 96, 80, torch.float32),
+    Case(3000, 80, 4, 768, 768, idle=(0, 5, 79)),  # all products by Gluon's kernels on Hopper, but one
 ]
 
 
@@ -85,7 +87,7 @@ def test_logits_are_as_exact_as_float32_products(D: int, E: int) -> None:
     assert not (different & (gap > 4 * error)).any() and int(different.sum()) < 10
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=["kernels", "library"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[-1]], ids=["kernels", "library", "gluon"])
 def test_same_bits_every_time(case: Case) -> None:
     """Two runs amid NaN; experts without tokens are none of that."""
     drawn = draw(case, "cuda")
@@ -94,6 +96,28 @@ def test_same_bits_every_time(case: Case) -> None:
         with poisoned_memory():
             got = results(case, by_kernels, *drawn)
         assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("gluon", ["1", "0"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=str)
+def test_gradients_are_added_to_open_sums(case: Case, gluon: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the same micro-batch, in float32: twice the gradient, by either kind of kernels, amid NaN."""
+    monkeypatch.setenv("OPENK3_GLUON", gluon)
+    values, routed, d_out = draw(case, "cuda")
+    want = results(case, by_kernels, values, routed, d_out)
+    leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
+    totals: dict[str, Tensor] = {}
+    for name in ("w1", "w3", "w2"):
+        total = GradientSum(totals, name)
+        keep_sum(leaves[name], total)
+        total.is_open = True
+    for count in (1, 2):
+        with poisoned_memory():
+            by_kernels(case, leaves, routed).backward(d_out)
+        for name, total in totals.items():
+            apart = (total - count * want[f"d_{name}"].float()).norm() / want[f"d_{name}"].float().norm()
+            assert float(apart) < 3e-3 * count and leaves[name].grad is None, name
+            assert not total[list(case.idle)].any(), name
 
 
 def layer() -> LatentMoE:
