@@ -103,9 +103,9 @@ def _parts(x, PARTS: tl.constexpr):
 def _put(matrix, value, row, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr):
     """Rows of a block of a matrix [ROWS, COLUMNS] from column `first` on, written, or if ADD added to what is there.
 
-    In parts of 64 columns: what is there would need as many registers as the block.
+    In parts of 32 columns: what is there would need as many registers as the block.
     """
-    PARTS: tl.constexpr = BN // 64 if BN > 64 else 1
+    PARTS: tl.constexpr = BN // 32 if BN > 32 else 1
     WIDE: tl.constexpr = BN // PARTS
     parts = _parts(value, PARTS)
     for n in tl.static_range(PARTS):
