@@ -99,6 +99,7 @@ CASES = [
     Case(150, 3, 2, 80, 40, idle=(1,)),
     Case(40, 2, 2, 24, 136, torch.float16),
     Case(1, 4, 3, 16, 16, torch.float32),
+    Case(40, 2, 2, 96, 64),  # blocks of gradients with whole parts behind the last column
 ]
 
 

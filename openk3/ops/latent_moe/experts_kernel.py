@@ -114,10 +114,10 @@ def _put(matrix, value, row, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, B
         part = parts[n]
         if ADD:
             mask = (row < ROWS)[:, None]
-            if COLUMNS % WIDE != 0:
+            if COLUMNS % BN != 0:
                 mask = mask & (column < COLUMNS)[None, :]
             part += tl.load(at, mask=mask, other=0.0)
-        _store(at, part, row < ROWS, column, COLUMNS, WIDE)
+        _store(at, part, row < ROWS, column, COLUMNS, BN)  # a whole part may lie behind the last column
 
 
 @triton.jit(do_not_specialize=["tiles", "depth"])
