@@ -59,7 +59,7 @@ def test_bfloat16(gates: str, state: bool) -> None:
     assert_exact(fused_kda, Case((50, 0, 20), gates=gates, state=state, **SMALL))
 
 
-@pytest.mark.parametrize(("name", "limit"), [("FEW_HEADS", 0), ("SLAB_TILES", 5)])
+@pytest.mark.parametrize(("name", "limit"), [("FEW_HEADS", 0), ("FEW_TILES", 5)])
 @pytest.mark.parametrize("gates", ["mixed", "open"])
 def test_bfloat16_as_with_many_heads(gates: str, name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what few heads, or those of few tiles, keep in two parts: further off, within the same limits."""

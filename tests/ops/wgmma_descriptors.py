@@ -181,6 +181,8 @@ class Registers:
         """The results of one instruction, if it makes one of those that descriptors are made of."""
         if operation == "ULDC.64":
             changed |= dict.fromkeys(changed, self.word(rest[0]))
+        elif operation == "CS2R" and rest == ["SRZ"]:  # two registers at once
+            changed |= dict.fromkeys(changed, 0)
         elif operation == "UIADD3.64":
             x = [self.pair(name) for name in rest if name != "URZ"]
             made = total(x, WIDE) if all(map(is_known, x)) else worst(x)

@@ -23,8 +23,11 @@ from openk3.ops.kda.reference import KdaGate, check_gate, check_states, check_to
 from openk3.ops.kda.reverse_kernel import ReverseOutputs, reverse_fold, reverse_scan
 from openk3.ops.kda.scan_kernel import ScanOutputs, scan
 from openk3.ops.kda.tiles import Span
-from openk3.ops.kda.workspace import SLAB_TILES, Workspace, kept
+from openk3.ops.kda.workspace import Workspace, kept
 from openk3.ops.sequences import sequence_bounds, whole_numbers
+
+# Tiles times heads of a slab: 160 kB each, 96 of them states and their gradients; 205 and 131 where few heads keep more.
+SLAB_TILES = 3 * 2**12
 
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, decay logits, beta logits
 

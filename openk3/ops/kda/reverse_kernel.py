@@ -242,7 +242,7 @@ def reverse_fold_kernel(
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile at K = V = 128 in bfloat16, for compute capability `arch`."""
+    """What the launchers compile in bfloat16 at K = V = 128, and on Hopper at 64 key channels, for capability `arch`."""
     options = settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
     tiles = ("nkd_ptr", "qd_ptr", "kr_ptr", "kr_rest_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr", "v_ptr")
@@ -265,4 +265,5 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     folding |= {"part_low": "i32", "count": "i32", "H": "i32", "K": 128, "V": 128, "BV": 16}
     rests = [dict.fromkeys(("nkd_rest_ptr", "inv_rest_ptr", "qd_rest_ptr"), kind) for kind in (None, "*bf16")]
     cases = [(reverse_kernel, given | variant | some, options) for some in rests for variant in variants]
+    cases += [(kernel, some | {"K": 64}, how) for kernel, some, how in cases[2::3]] if arch == 90 else []
     return [*cases, (reverse_fold_kernel, folding, {"num_warps": 8, "num_stages": 2})]

@@ -389,8 +389,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         {"final_ptr": "*fp32", "MAPS": True, "kr_rest_d": block_type((C, K))},
     ]
     few = {"nkd_rest_d": block_type((C, K)), "inv_rest_d": block_type((C, C))}
-    rest = {"states_rest_d": block_type((ROWS, K))}
-    writes += [writes[n] | some for some in (few, few | rest) for n in (0, 1)] + [writes[7] | few]
+    rest = few | {"states_rest_d": block_type((ROWS, K))}
+    writes += [writes[0] | rest, writes[1] | rest, writes[7] | few]
     given: dict[str, Any] = dict.fromkeys(("nkd_d", "qd_d", "kr_d"), block_type((C, K)))
     given |= dict.fromkeys(("inv_d", "mqk_d"), block_type((C, C)))
     given |= {"decay_d": block_type((1, K), torch.float32), "beta_d": block_type((1, C), torch.float32)}

@@ -41,7 +41,7 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
         return
     _, H, V = v_THV.shape
     runs, K = span.num_runs, workspace.qd.shape[3]
-    states, few = outputs.states is not None, workspace.nkd_rest is not None
+    states, few = outputs.states is not None, outputs.states_rest is not None
     options = scan_settings(V, compute_capability(v_THV.device), states=states, few=few)
     if runs * H == 0:
         return
@@ -346,8 +346,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     few = dict.fromkeys(("nkd_rest_ptr", "inv_rest_ptr"), "*bf16")
     variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
     variants += [state | backward, backward, maps, maps | cut, maps | {"kr_rest_ptr": "*bf16"}]
-    rest = {"states_rest_ptr": "*bf16"}
-    variants += [some | backward | few | other for other in ({}, rest) for some in (state, {})]
+    variants += [some | backward | few | {"states_rest_ptr": "*bf16"} for some in (state, {})]
     variants += [maps | {"kr_rest_ptr": "*bf16"} | few]
     cases = []
     for variant in variants:

@@ -1,4 +1,4 @@
-"""The workspace of the KDA kernels: what the scans read of every tile, in tensors that are cut only when asked for."""
+"""The workspace of the KDA kernels: what the scans read of every tile; the most are cut only when asked for."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 FEW_HEADS = 16  # A_log has one gradient a head: in so few sums the roundings that others drown are seen
-SLAB_TILES = 3 * 2**12  # tiles times heads of a backward slab: about 160 kB each, 96 of them states and their gradients
+FEW_TILES = 3 * 2**10  # tiles times heads, 8,192 tokens of 12: longer calls would pay more than a quarter of their time
 
 
 def kept(heads: int, tiles: int = 1) -> tuple[str, ...]:
     """What gradients want kept of what rounding leaves: that of kr; with few heads, of all that meets a state.
 
-    Heads are few where one slab holds all tiles, too: a call that takes longer has less to hide it behind.
+    Long calls, of which training consists, do without.
     """
-    few = heads <= FEW_HEADS and heads * tiles <= SLAB_TILES
+    few = heads <= FEW_HEADS and heads * tiles <= FEW_TILES
     return ("kr_rest", "nkd_rest", "inv_rest", "qd_rest") if few else ("kr_rest",)
 
 
