@@ -182,7 +182,10 @@ def test_triton_twins(case: Case, gpu: torch.device, measured: Measured, monkeyp
     assert_deterministic(fused_kda, case, gpu)
 
 
-@pytest.mark.parametrize("case", [Case((32768, 100, 0), H=1), Case((16384, 100, 0), H=12), Case((8192,), H=24)], ids=str)
+LONG = [Case((32768, 100, 0), H=1), Case((16384, 100, 0), H=12), Case((8192,), H=24)]
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
 def test_long_sequences(case: Case, gpu: torch.device, measured: Measured) -> None:
     """Sequences long enough to be cut among the multiprocessors: few heads that keep more, and those that do not."""
     measured.append(("ours", str(case), assert_exact(fused_kda, case, gpu)))

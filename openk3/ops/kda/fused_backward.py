@@ -26,7 +26,7 @@ from openk3.ops.kda.tiles import Span
 from openk3.ops.kda.workspace import Workspace, kept
 from openk3.ops.sequences import sequence_bounds, whole_numbers
 
-# Tiles times heads of a slab: 160 kB each, 96 of them states and their gradients; 205 and 131 where few heads keep more.
+# Tiles times heads of a slab: 160 kB each, 96 of them states and their gradients (few heads: 205 and 131).
 SLAB_TILES = 3 * 2**12
 
 Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, decay logits, beta logits

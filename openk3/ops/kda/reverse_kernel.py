@@ -242,7 +242,7 @@ def reverse_fold_kernel(
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile in bfloat16 at K = V = 128, and on Hopper at 64 key channels, for capability `arch`."""
+    """What the launchers compile in bfloat16 at K = V = 128, and on Hopper at 64 key channels, for this capability."""
     options = settings(128, arch)
     shape = {"K": 128, "V": 128, "C": 32, "BV": options.pop("BV")}
     tiles = ("nkd_ptr", "qd_ptr", "kr_ptr", "kr_rest_ptr", "inv_ptr", "mqk_ptr", "d_o_ptr", "v_ptr")
