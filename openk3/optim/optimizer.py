@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -63,7 +63,7 @@ class Optimizer:
         parameter.grad = None
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def adding(self) -> Generator[None]:
         """Backward passes inside, one after another, may add gradients to the float32 sums by themselves."""
         for total in self._sums:
             total.is_open = True
