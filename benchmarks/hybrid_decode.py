@@ -128,6 +128,8 @@ def measure(model: K3, config: PretrainConfig, row: Row, protocol: Protocol, rat
     """Milliseconds of a step, and its floor."""
     device = model.embed.weight.device
     steps = protocol.repeats + protocol.warmups + 2
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     decoder = Decoder(model, slots=row.batch, max_tokens=row.context + steps)
     fill(decoder, row.batch, row.context)
     slots = list(range(row.batch))
@@ -139,7 +141,6 @@ def measure(model: K3, config: PretrainConfig, row: Row, protocol: Protocol, rat
     found |= {"ms_per_token": took / row.batch, "floor_ms": floor, "of_floor": floor / took, **bytes_moved}
     if device.type == "cuda":
         found["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-        torch.cuda.reset_peak_memory_stats(device)
     return found
 
 

@@ -147,7 +147,7 @@ def markdown(results: dict[str, Any]) -> str:
     seed = min((run["seed"] for run in results["runs"]), default=0)
     first = [run for run in results["runs"] if run["seed"] == seed]
     rates = [
-        [TITLES[run["model"]], f"{run['lr']:g}", f"{run['curve'][-1]['loss']:.4f}", str(run["curve"][-1]["step"])]
+        [TITLES[run["model"]], f"{run['lr']:g}", f"{run['curve'][-1]['loss']:.4f}", f"{run['curve'][-1]['step']:.0f}"]
         for run in first
     ]
     lines += [*table(["first seed", "rate", "last loss", "at step"], rates), ""]
