@@ -40,7 +40,7 @@ GROUPS = {
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 EXAMPLES = {
     "openk3 quickstart": "8 minutes on 2 cores",
-    "openk3 chat": "talk to the newest run",
+    "openk3 chat": "talk to the newest run, or to the model that comes along",
     "openk3 generate --prompt 'def main('": "let it write",
     "openk3 serve runs/mine --port 8000": "an OpenAI-compatible server",
     "openk3 route --replicas http://127.0.0.1:8001 ...": "several servers behind one address",
@@ -60,7 +60,11 @@ def help_text() -> str:
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:<12}{line}" for name, line in commands.items())]
     lines += ["", "Examples:", *(f"  {command:<52}# {note}" for command, note in EXAMPLES.items())]
-    lines += ["", "Where a command takes RUN and none is given, it uses the newest run under runs/."]
+    lines += [
+        "",
+        "Where a command takes RUN and none is given, it uses the newest run under runs/; chat,",
+        "generate and serve use pocket, the small model that comes with openk3, where there is no run.",
+    ]
     return "\n".join([*lines, "Each command explains its flags: openk3 COMMAND --help"])
 
 

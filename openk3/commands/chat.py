@@ -14,9 +14,10 @@ import torch
 from openk3.commands import terminal
 from openk3.commands.errors import UserError, is_user_error
 from openk3.commands.flags import Chat
-from openk3.commands.generate import check_sampling, context_left, fitting_device, load_tokenizer
-from openk3.commands.runs import find_model
+from openk3.commands.generate import TEMPERATURE, TOP_P, check_sampling, context_left, fitting_device, load_tokenizer
+from openk3.commands.runs import about_model, find_model
 from openk3.config.model import ModelConfig
+from openk3.config.sampling import SamplingDefaults, first, read_sampling
 from openk3.inputs.chat import Event, Parser, encode_chat, render
 from openk3.inputs.images import ImageError, MediaConfig, preprocess_image
 from openk3.inputs.packed import Packed
@@ -42,7 +43,7 @@ def run(flags: Chat) -> None:
     device = fitting_device(directory, flags)
     tokenizer, media = load_tokenizer(directory), load_media(directory)
     model = K3.from_pretrained(directory, dtype=getattr(torch, flags.dtype), device=device)
-    chat = Conversation(model, tokenizer, media, flags)
+    chat = Conversation(model, tokenizer, media, flags, read_sampling(directory))
     for path in flags.image:
         chat.attach(path)
     if flags.message is not None:
@@ -50,7 +51,7 @@ def run(flags: Chat) -> None:
         return
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{directory}: {chat.num_parameters:,} parameters; /help lists the commands")
+        print(f"{about_model(directory)}: {chat.num_parameters:,} parameters; /help lists the commands")
     for line in read_lines(interactive):
         if line.startswith("/"):
             if not obey(chat, line):
@@ -93,7 +94,17 @@ def load_media(directory: Path) -> MediaConfig:
 class Conversation:
     """The messages and images so far, and the model that answers."""
 
-    def __init__(self, model: K3, tokenizer: Tokenizer, media: MediaConfig, flags: Chat) -> None:
+    def __init__(
+        self,
+        model: K3,
+        tokenizer: Tokenizer,
+        media: MediaConfig,
+        flags: Chat,
+        sampling: SamplingDefaults | None = None,
+    ) -> None:
+        sampling = sampling or SamplingDefaults()
+        self.temperature = first(flags.temperature, sampling.temperature, TEMPERATURE)
+        self.top_p = first(flags.top_p, sampling.top_p, TOP_P)
         self.model, self.tokenizer, self.flags = model, tokenizer, flags
         self.media = media
         self.effort: str = flags.effort
@@ -142,9 +153,9 @@ class Conversation:
             self.model,
             packed,
             max_tokens=min(self.flags.max_tokens, room),
-            temperature=self.flags.temperature,
+            temperature=self.temperature,
             top_k=self.flags.top_k,
-            top_p=self.flags.top_p,
+            top_p=self.top_p,
             stop_ids=(self.tokenizer.special["<|end_of_msg|>"],),
             generator=self.generator,
         )

@@ -51,11 +51,11 @@ class Writing:
 
     max_tokens: int = 300
     """Tokens to write at most."""
-    temperature: float = 0.8
+    temperature: Annotated[float | None, unset("FLOAT", "the model's own, or 0.8")] = None
     """0 takes the most likely token each time."""
     top_k: int = 0
     """Keep only the k most likely tokens; 0 keeps all."""
-    top_p: float = 0.95
+    top_p: Annotated[float | None, unset("FLOAT", "the model's own, or 0.95")] = None
     """Keep the most likely tokens that together hold this much probability."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights while running."""
@@ -79,7 +79,9 @@ class Generate(Writing):
 
 @dataclass(frozen=True)
 class Chat(Writing):
-    """Talk to a model. Inside: /help, /image FILE, /effort LEVEL, /reset; Ctrl-C stops an answer.
+    """Talk to a model; without a run, to the small one that comes with openk3.
+
+    Inside: /help, /image FILE, /effort LEVEL, /reset; Ctrl-C stops an answer.
 
     example: openk3 chat --image chart.png
     """

@@ -10,19 +10,25 @@ import torch
 from openk3.commands.errors import UserError
 from openk3.commands.flags import Generate, Writing
 from openk3.commands.memory import require_memory
-from openk3.commands.runs import find_model
+from openk3.commands.runs import about_model, find_model
 from openk3.commands.terminal import printable, read_text
 from openk3.config.model import ModelConfig
+from openk3.config.sampling import first, read_sampling
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.model.generate import generate
 from openk3.model.k3 import K3
 from openk3.runtime.device import pick_device
+
+TEMPERATURE, TOP_P = 0.8, 0.95  # of a model that does not say how it is sampled
 
 
 def run(flags: Generate) -> None:
     """Print the prompt and its continuation."""
     check_sampling(flags)
     directory = find_model(flags.run)
+    sampling = read_sampling(directory)
+    if flags.run is None and sys.stderr.isatty():
+        print(about_model(directory), file=sys.stderr)
     if flags.prompt == "-" and sys.stdin.isatty():
         print("the text to continue, then Ctrl-D:", file=sys.stderr)
     prompt = read_text() if flags.prompt == "-" else flags.prompt
@@ -39,9 +45,9 @@ def run(flags: Generate) -> None:
         model,
         ids,
         max_tokens=min(flags.max_tokens, room),
-        temperature=flags.temperature,
+        temperature=first(flags.temperature, sampling.temperature, TEMPERATURE),
         top_k=flags.top_k,
-        top_p=flags.top_p,
+        top_p=first(flags.top_p, sampling.top_p, TOP_P),
         stop_ids=(special["[EOS]"], special["<|end_of_msg|>"]),
         generator=torch.Generator(model.embed.weight.device).manual_seed(flags.seed),
     )
@@ -80,9 +86,9 @@ def check_sampling(flags: Writing) -> None:
     """Raise UserError naming the first sampling flag that is out of range."""
     if flags.max_tokens < 1:
         raise UserError(f"--max-tokens: must be at least 1, got {flags.max_tokens}")
-    if not flags.temperature >= 0:
+    if flags.temperature is not None and not flags.temperature >= 0:
         raise UserError(f"--temperature: must not be negative, got {flags.temperature:g}")
     if flags.top_k < 0:
         raise UserError(f"--top-k: must not be negative, got {flags.top_k}")
-    if not 0 < flags.top_p <= 1:
+    if flags.top_p is not None and not 0 < flags.top_p <= 1:
         raise UserError(f"--top-p: must lie in (0, 1], got {flags.top_p:g}")

@@ -11,7 +11,11 @@ from openk3.commands.errors import UserError
 from openk3.runtime.run_folder import RunFolder
 
 RUNS = Path("runs")
-SHIPPED = Path(openk3.__file__).parent / "shipped"
+SHIPPED = Path(openk3.__file__).parent / "shipped" / "pocket"
+ABOUT_SHIPPED = (
+    "pocket, the small model that comes with openk3 (24 M parameters): words, sums, Python, fables, pictures;"
+    " it makes mistakes"
+)
 
 
 def is_model(directory: Path) -> bool:
@@ -48,6 +52,11 @@ def find_run(given: Path | None) -> Path:
     if is_model(SHIPPED):
         return SHIPPED
     raise UserError(f"no run under {RUNS}/ and no RUN given; make one with `openk3 quickstart` (8 minutes)")
+
+
+def about_model(directory: Path) -> str:
+    """What to say of the model in this directory: its path, or what the shipped one is."""
+    return ABOUT_SHIPPED if directory == SHIPPED else str(directory)
 
 
 def find_model(given: Path | None) -> Path:

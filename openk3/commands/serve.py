@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 from openk3.commands.errors import UserError
@@ -25,10 +26,11 @@ from openk3.commands.flags import Serve
 from openk3.commands.generate import load_tokenizer
 from openk3.commands.listening import bind, require_keys, shown_address
 from openk3.commands.memory import GIB, require_memory
-from openk3.commands.runs import find_model
+from openk3.commands.runs import about_model, find_model
 from openk3.config.http import MIB, ServerConfig
 from openk3.config.model import ModelConfig
 from openk3.config.outer_tier import TierConfig
+from openk3.config.sampling import read_sampling
 from openk3.config.serve import CacheConfig, EngineConfig, SpeculationConfig
 from openk3.engine.engine import Engine
 from openk3.model.k3 import K3
@@ -56,7 +58,8 @@ def run(flags: Serve) -> None:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         server = DrainingServer(make_app(service), service, Supervisor(os.environ))
-        print(greeting(service, listener), file=sys.stderr, flush=True)
+        about = f"{about_model(directory)}\n" if flags.run is None else ""
+        print(f"{about}{greeting(service, listener)}", file=sys.stderr, flush=True)
         server.run(sockets=[listener])
     if server.failed:
         raise SystemExit("openk3: the engine failed too often; the log says why")
@@ -67,9 +70,12 @@ def server_config(flags: Serve, directory: Path) -> ServerConfig:
     for folder in flags.image_folders:
         if not folder.is_dir():
             raise UserError(f"--image-folders: {folder} is no folder")
+    sampling = read_sampling(directory)
     own = directory.parent.name if directory.name == "model" else directory.name
     return ServerConfig(
         model_name=flags.model_name or own or "k3",
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         host=flags.host,
         port=flags.port,
         max_body_bytes=flags.max_body_mib * MIB,
@@ -103,7 +109,19 @@ def load(flags: Serve, directory: Path, config: ServerConfig, keys: Keys) -> Ser
     )
     speculation = None if flags.draft == "off" else SpeculationConfig(flags.draft)
     engine = EngineConfig(cache, step_tokens=flags.step_tokens, speculation=speculation, tier=outer_tier(flags))
-    return Service(config, EngineThread(lambda: Engine(model, engine)), tokenizer, shape, media, keys)
+    return Service(config, EngineThread(lambda: prepared(Engine(model, engine), device)), tokenizer, shape, media, keys)
+
+
+def prepared(engine: Engine, device: torch.device) -> Engine:
+    """With what decoding needs compiled and captured, so that no client waits for it; says so where it takes time."""
+    if device.type == "cuda":
+        print("preparing CUDA graphs for decoding ...", end=" ", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        made = engine.prepare()
+        took = f"{made} in {time.perf_counter() - began:.1f} s"
+        reason = "none: the model has parts or a format without kernels, so passes run kernel by kernel"
+        print(took if made else reason, file=sys.stderr, flush=True)
+    return engine
 
 
 def cache_bytes(flags: Serve, device: torch.device) -> int:

@@ -37,6 +37,8 @@ class ServerConfig:
     drain_seconds: float = 60.0  # for answers to end after SIGTERM
     image_folders: tuple[Path, ...] = ()  # whose files requests may name
     fetch_images: bool = False  # whether requests may name http(s) addresses outside
+    temperature: float | None = None  # of requests that name none; None: as the interface has it
+    top_p: float | None = None
     share_prefixes: bool = False  # let keys use each other's cached prefixes
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
+from openk3.config.sampling import first
 from openk3.engine.request import SamplingParams
 from openk3.serve.answers import Answers, Usage
 from openk3.serve.chunks import ChunkedCall, usage_object
@@ -90,8 +91,8 @@ def prepare(service: Service, body: ChatRequest, caller: Caller) -> ChatCall:
     )
     params = SamplingParams(
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        top_p=TOP_P if body.top_p is None else body.top_p,
+        temperature=first(body.temperature, service.config.temperature, TEMPERATURE),
+        top_p=first(body.top_p, service.config.top_p, TOP_P),
         top_k=body.top_k or 0,
         seed=engine_seed(body.seed),
         logprobs=(body.top_logprobs or 0) if body.logprobs else 0,

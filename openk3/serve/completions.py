@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from openk3.config.sampling import first
 from openk3.engine.request import Request, SamplingParams, Token
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.inputs.xtml import END
@@ -136,8 +137,8 @@ def prepare(service: Service, body: CompletionRequest, caller: Caller) -> Comple
     )
     params = SamplingParams(
         max_tokens=MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        top_p=TOP_P if body.top_p is None else body.top_p,
+        temperature=first(body.temperature, service.config.temperature, TEMPERATURE),
+        top_p=first(body.top_p, service.config.top_p, TOP_P),
         top_k=body.top_k or 0,
         stop_ids=frozenset((special["[EOS]"], special[END])),
         logprobs=body.logprobs or 0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openk3.config.json_file import parse_json
+from openk3.config.sampling import first
 from openk3.engine.request import Request, SamplingParams
 from openk3.serve.answers import Answers, Usage
 from openk3.serve.errors import ApiError
@@ -92,8 +93,8 @@ def prepare(service: Service, body: MessagesRequest, caller: Caller) -> Messages
     """Check, render and tokenise. Raises ApiError naming the field at fault."""
     params = SamplingParams(
         max_tokens=body.max_tokens,
-        temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        top_p=TOP_P if body.top_p is None else body.top_p,
+        temperature=first(body.temperature, service.config.temperature, TEMPERATURE),
+        top_p=first(body.top_p, service.config.top_p, TOP_P),
         top_k=body.top_k or 0,
     )
     requests, readers = plan_turns(service, _ask(service, body, params, body.stop_sequences or ()), caller)

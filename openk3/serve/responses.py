@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from openk3.config.sampling import first
 from openk3.engine.request import Request, SamplingParams
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.serve.answers import Answers, Usage
@@ -99,11 +100,11 @@ class ResponsesCall:
             "previous_response_id": None,
             "reasoning": {"effort": effort, "summary": None},
             "store": False,
-            "temperature": TEMPERATURE if body.temperature is None else body.temperature,
+            "temperature": self.requests[0].params.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
             "tools": body.tools or [],
-            "top_p": TOP_P if body.top_p is None else body.top_p,
+            "top_p": self.requests[0].params.top_p,
             "truncation": "disabled",
             "usage": None if answers is None else usage_object(self.usage(answers)),
         }
@@ -179,8 +180,8 @@ def prepare(service: Service, body: ResponsesRequest, caller: Caller) -> Respons
     keeps_logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
     params = SamplingParams(
         max_tokens=body.max_output_tokens,
-        temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        top_p=TOP_P if body.top_p is None else body.top_p,
+        temperature=first(body.temperature, service.config.temperature, TEMPERATURE),
+        top_p=first(body.top_p, service.config.top_p, TOP_P),
         logprobs=body.top_logprobs or 0,
     )
     ask = Ask(
