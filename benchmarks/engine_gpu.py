@@ -1,20 +1,24 @@
 """The engine on one GPU: throughput by load beside transformers' generate, hits of long prefixes, shared prefixes.
 
-    python benchmarks/engine_gpu.py [--recipe small] [--out FILE] [--peer-site FOLDER] [--seconds N]
+    python benchmarks/engine_gpu.py [--recipe small] [--out FILE] [--seconds N] [--profile] [--peer-site FOLDER]
 
 Weights are random, drawn on the device. Requests are those of `openk3 bench serve --mix`: prompts of 16 to 512 tokens,
 answers of 16 to 256, greedy, all there from the start, at most so many under way. The peer is transformers' Kimi Linear
 of the same shapes (see `bench_mix.DIFFERENCES`) with `generate` in static batches of 256, in the same run. Engines and
-graphs are warm; whatever is compiled or captured first is not timed.
+graphs are warm; whatever is compiled or captured first is not timed. How far a load has come is printed every two
+seconds, one that takes too long is cut and says so, and each row is in the file as soon as it is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import importlib
+import io
 import json
 import platform
+import pstats
 import sys
 import time
 import traceback
@@ -36,13 +40,30 @@ from openk3.engine.stream import Stream
 from openk3.model.k3 import K3
 
 BEGAN = time.perf_counter()
-LOADS = ((256, 512), (64, 192), (16, 64), (1, 4))  # at once, requests
+LOADS = ((1, 4), (16, 64), (64, 192), (256, 512))  # at once, requests
 PREFIX_TOKENS, NEW_TOKENS = 32768, 512
+MOST_SECONDS = 12.0  # of one load
+SPOKEN = 2.0  # seconds between lines of progress
 
 
 def say(*words: object) -> None:
     """A line, at once."""
     print(*words, f"[{time.perf_counter() - BEGAN:.1f} s]", flush=True)
+
+
+class Report:
+    """Rows, printed and in a file as soon as they are there."""
+
+    def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
+        self._path, self._facts, self.rows = path, facts, list[dict[str, Any]]()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more."""
+        self.rows.append(row)
+        say(shown(row))
+        if self._path is not None:
+            text = json.dumps(self._facts | {"rows": self.rows}, indent=2)
+            self._path.write_text(text + "\n", encoding="utf-8")
 
 
 def mix(config: Any, count: int, share: float = 0.0, seed: int = 0) -> list[bench_mix.Arrival]:
@@ -51,29 +72,79 @@ def mix(config: Any, count: int, share: float = 0.0, seed: int = 0) -> list[benc
     return bench_mix.mix(flags, config.media_placeholder_token_id, share)  # pyrefly: ignore
 
 
-def engine_of(model: K3, at_once: int, longest: int, step_tokens: int = 2048, spare_tokens: int = 0) -> Engine:
-    """With room for so many requests, and cached prefixes beside them."""
+def engine_of(
+    model: K3, at_once: int, longest: int, step_tokens: int = 2048, spare_tokens: int = 0, *, graphs: bool = True
+) -> Engine:
+    """With room for so many requests, and cached prefixes beside them; with `graphs`, all of them are there."""
     one = CacheConfig.of(model.config, 1 << 40, value_bytes=model.embed.weight.element_size(), max_tokens=longest)
     pages = (at_once + 1) * (one.pages_for(longest) + 2 * one.pages.kda_groups) + one.pages_for(spare_tokens + 1)
     cache = CacheConfig(one.pages, pages, max_requests=at_once, max_tokens=longest)
     engine = Engine(model, EngineConfig(cache, step_tokens=step_tokens))
-    decode = engine._loop.runner.decode
-    if decode is not None:
+    if graphs:
         began = time.perf_counter()
-        made = decode.prepare()
+        made = engine.prepare()
         torch.cuda.synchronize()
         memory = torch.cuda.memory_allocated() / 1e9
         say(f"{made} graphs captured in {time.perf_counter() - began:.2f} s; {memory:.1f} GB")
     return engine
 
 
-def serve(engine: Engine, arrivals: Sequence[bench_mix.Arrival], at_once: int, *, apart: bool = True) -> dict[str, Any]:
-    """Answer them all; `apart` gives each a tenant of its own, so that nobody finds another's prefix."""
-    streams, due, firsts, before = list[Stream](), {}, list[float](), engine.stats().num_steps
+class Passes:
+    """How the passes of one load go: what is printed of them, the slowest one, and when there were enough."""
+
+    def __init__(self, engine: Engine, limit: float, profiled: bool) -> None:
+        self._engine, self._limit, self._profiled = engine, limit, profiled
+        self.began = self._spoken = time.perf_counter()
+        self.count, self.tokens, self.slowest, self.where = 0, 0, 0.0, ""
+
+    def step(self) -> list[Any]:
+        """One pass; its updates."""
+        profile = cProfile.Profile() if self._profiled else None
+        began = time.perf_counter()
+        updates = self._engine.step() if profile is None else profile.runcall(self._engine.step)
+        ended = time.perf_counter()
+        self.count += 1
+        self.tokens += sum(len(update.tokens) for update in updates)
+        if ended - began > self.slowest:
+            self.slowest = ended - began
+            self.where = "" if profile is None else _lines(profile)
+        if ended - self._spoken >= SPOKEN:
+            self._spoken = ended
+            stats = self._engine.stats()
+            so_far = f"{self.count} passes, {self.tokens} tokens in {ended - self.began:.1f} s"
+            say(f"  {so_far}; slowest {self.slowest * 1e3:.0f} ms; {stats.num_running} run, {stats.num_waiting} wait")
+        return updates
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the load has had its time."""
+        return time.perf_counter() - self.began > self._limit
+
+
+def _lines(profile: cProfile.Profile) -> str:
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(16)
+    return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
+
+
+def serve(
+    engine: Engine,
+    arrivals: Sequence[bench_mix.Arrival],
+    at_once: int,
+    *,
+    apart: bool = True,
+    limit: float = MOST_SECONDS,
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """Answer them all; `apart` gives each a tenant of its own, so that nobody finds another's prefix.
+
+    Behind `limit` seconds what is left is cancelled, and the row says so; `profiled` prints the slowest pass's lines.
+    """
+    streams, due, firsts = list[Stream](), dict[Stream, float](), list[float]()
     waiting, under_way = list(enumerate(arrivals))[::-1], 0
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    while waiting or under_way:
+    passes = Passes(engine, limit, profiled)
+    while (waiting or under_way) and not passes.is_over:
         while waiting and under_way < at_once:
             n, each = waiting.pop()
             params = SamplingParams(max_tokens=each.num_answer, temperature=0)
@@ -81,40 +152,50 @@ def serve(engine: Engine, arrivals: Sequence[bench_mix.Arrival], at_once: int, *
             streams.append(engine.submit(Request(each.prompt, params, tenant=tenant)))
             due[streams[-1]] = time.perf_counter()
             under_way += 1
-        for update in engine.step():
+        for update in passes.step():
             if update.tokens and update.stream in due:
                 firsts.append(time.perf_counter() - due.pop(update.stream))
             under_way -= update.finish is not None
             if update.finish is not None and update.finish.error is not None:
                 raise update.finish.error
-    seconds = time.perf_counter() - began
-    answers = [stream.result() for stream in streams]
-    tokens = sum(len(answer.tokens) for answer in answers)
-    found = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "first_token_s": median(firsts)}
-    found |= {"passes": engine.stats().num_steps - before, "cached": sum(answer.num_cached for answer in answers)}
-    return found | {"ms_per_pass": seconds / max(1, found["passes"]) * 1e3}
+    seconds = time.perf_counter() - passes.began
+    found: dict[str, Any] = {"tokens": passes.tokens, "seconds": seconds, "tokens_per_s": passes.tokens / seconds}
+    found |= {"first_token_s": median(firsts or [0.0]), "passes": passes.count, "slowest_ms": passes.slowest * 1e3}
+    found |= {"ms_per_pass": seconds / max(1, passes.count) * 1e3}
+    if waiting or under_way:
+        found |= {"cut": f"{len(waiting)} requests had not begun, {under_way} had not ended"}
+        for stream in streams:
+            if stream.finish is None:
+                stream.cancel()
+        engine.step()
+    else:
+        found["cached"] = sum(stream.result().num_cached for stream in streams)
+    if profiled:
+        say(f"slowest pass, {passes.slowest * 1e3:.0f} ms with the profiler:\n{passes.where}")
+    return found
 
 
-def throughput(model: K3) -> list[dict[str, Any]]:
+def throughput(model: K3, report: Report, profiled: bool) -> None:
     """A row for each load; with graphs, and at two loads without."""
-    rows, engine = [], engine_of(model, 256, 769)
-    serve(engine, mix(model.config, 300, seed=9), 256)
+    engine = engine_of(model, 256, 769)
+    say("first time, with what has to be compiled:", shown(serve(engine, mix(model.config, 40, seed=9), 16)))
     for at_once, count in LOADS:
-        found = [serve(engine, mix(model.config, count), at_once) for _ in range(2 if at_once == 256 else 1)]
-        rows.append({"what": f"engine, {at_once} at once"} | min(found, key=lambda each: each["seconds"]))
-        say(shown(rows[-1]))
+        arrivals = mix(model.config, count)
+        if at_once == 256:
+            say("once before it is timed:", shown(serve(engine, mix(model.config, 300, seed=8), 256)))
+        report.add({"what": f"engine, {at_once} at once"} | serve(engine, arrivals, at_once))
+    if profiled:
+        serve(engine, mix(model.config, 64, seed=7), 64, profiled=True, limit=5.0)
     engine._loop.runner.decode = None
-    for at_once, count in ((256, 256), (1, 2)):
-        rows.append({"what": f"without graphs, {at_once} at once"} | serve(engine, mix(model.config, count), at_once))
-        say(shown(rows[-1]))
-    return rows
+    for at_once, count in ((1, 2), (256, 256)):
+        found = serve(engine, mix(model.config, count), at_once, limit=6.0)
+        report.add({"what": f"without graphs, {at_once} at once"} | found)
 
 
-def steady(model: K3) -> list[dict[str, Any]]:
+def steady(model: K3, report: Report) -> None:
     """Passes of decoding alone at a context of 4K: how long, and how much of it the host takes before and behind."""
-    rows = []
     for at_once in (1, 64, 256):
-        engine, draw = engine_of(model, at_once, 4300, 16384), Random(at_once)
+        engine, draw = engine_of(model, at_once, 4300, 16384, graphs=False), Random(at_once)
         prompt = [draw.randrange(1, 30000) for _ in range(4096)]
         params = SamplingParams(max_tokens=80, temperature=0)
         for n in range(at_once):
@@ -144,18 +225,16 @@ def steady(model: K3) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             row["ms_of_the_graph"] = events[0].elapsed_time(events[1]) / 10
         row["tokens_per_s"] = at_once / row["ms_per_pass"] * 1e3
-        rows.append(row)
-        say(shown(row))
+        report.add(row)
         engine.close(write=False)
         del engine, decode
         gc.collect()
         torch.cuda.empty_cache()
-    return rows
 
 
-def prefix_hits(model: K3) -> list[dict[str, Any]]:
+def prefix_hits(model: K3, report: Report) -> None:
     """Seconds to the first token of a prompt of 32K + 512 tokens: cold, and where the 32K have been asked about."""
-    length, rows = PREFIX_TOKENS + NEW_TOKENS, []
+    length = PREFIX_TOKENS + NEW_TOKENS
     for step_tokens in (2048, 8192):
         engine, draw = engine_of(model, 4, length + 64, step_tokens, 4 * length), Random(1)
         prefix = [draw.randrange(1, 30000) for _ in range(PREFIX_TOKENS)]
@@ -179,16 +258,14 @@ def prefix_hits(model: K3) -> list[dict[str, Any]]:
         hits = [first(fresh(), "hit") for _ in range(8)]
         row = {"what": f"first token of 32K + 512, at most {step_tokens} tokens a pass", "cold_s": min(cold)}
         row |= {"hit_s": median(hits), "hit_least_s": min(hits), "times": min(cold) / median(hits)}
-        rows.append(row)
-        say(shown(row))
+        report.add(row)
         engine.close(write=False)
         del engine, first
         gc.collect()
         torch.cuda.empty_cache()
-    return rows
 
 
-def shared_prefixes(model: K3) -> list[dict[str, Any]]:
+def shared_prefixes(model: K3, report: Report) -> None:
     """The mix with 90 % of the requests behind one of four prefixes of 2,048 tokens: with the prefix cache, without."""
     longest = bench_mix.PREFIX_TOKENS + 769
     arrivals = mix(model.config, 512, bench_mix.SHARE)
@@ -197,19 +274,23 @@ def shared_prefixes(model: K3) -> list[dict[str, Any]]:
     engine.generate([Request([*ids, 1], SamplingParams(max_tokens=1, temperature=0)) for ids in firsts.values()])
     serve(engine, arrivals[:64], 64, apart=False)
     cached = {"what": "90 % shared, prefixes cached"} | serve(engine, arrivals, 256, apart=False)
-    say(shown(cached))
+    report.add(cached)
     alone: dict[str, Any] = {"what": "90 % shared, no prefix cached"} | serve(engine, arrivals, 256, apart=True)
-    alone["cached_is_times_as_fast"] = alone["seconds"] / cached["seconds"]
-    say(shown(alone))
-    return [cached, alone]
+    alone["cached_is_times_as_fast"] = cached["tokens_per_s"] / alone["tokens_per_s"]
+    report.add(alone)
 
 
-def peers(config: Any, site: str, budget: float) -> list[dict[str, Any]]:
-    """transformers' generate in one static batch of 256 requests of the mix, one row for each way of its experts."""
+def peers(config: Any, report: Report, site: str, budget: float) -> None:
+    """transformers' generate in one static batch of 256 requests of the mix, one row for each way of its experts.
+
+    Where the whole batch would take longer than there is time for, its seconds follow from the prompts with answers of
+    8 tokens and with answers of 24, and the row says so.
+    """
+    ended = time.perf_counter() + budget
     sys.path.append(site)
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
-    arrivals, rows = mix(config, 512)[:256], []
+    requests = [{"prompt": each.prompt, "answer": each.num_answer} for each in mix(config, 512)[:256]]
     torch.set_default_device("cuda")
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -219,30 +300,39 @@ def peers(config: Any, site: str, budget: float) -> list[dict[str, Any]]:
     finally:
         torch.set_default_dtype(torch.float32)
     say("peer built", sum(value.numel() for value in model.parameters()))
-    ended = time.perf_counter() + budget
-    requests = [{"prompt": each.prompt, "answer": each.num_answer} for each in arrivals]
+
+    def timed(most: int) -> tuple[int, float, float]:
+        """Tokens, seconds and those to the first token, with answers of at most so many."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work = [request | {"answer": min(most, request["answer"])} for request in requests]
+        tokens, firsts = bench_peer.static(transformers, model, {"requests": work, "batch": 256})
+        torch.cuda.synchronize()
+        return tokens, time.perf_counter() - began, median(firsts)
+
+    longest, tokens = max(request["answer"] for request in requests), sum(request["answer"] for request in requests)
     for way in ("grouped_mm", "eager"):
+        row: dict[str, Any] = {"what": f"transformers {transformers.__version__}, {way}, static batch of 256"}
         try:
             with torch.inference_mode():
                 model.set_experts_implementation(way)
-                few = [request | {"answer": 8} for request in requests]
-                bench_peer.static(transformers, model, {"requests": few, "batch": 256})
-                torch.cuda.synchronize()
-                if time.perf_counter() > ended:
-                    say("no time left for", way)
-                    break
-                began = time.perf_counter()
-                tokens, firsts = bench_peer.static(transformers, model, {"requests": requests, "batch": 256})
-                torch.cuda.synchronize()
-                seconds = time.perf_counter() - began
-            row = {"what": f"transformers {transformers.__version__}, {way}, static batch of 256", "tokens": tokens}
-            rows.append(row | {"seconds": seconds, "tokens_per_s": tokens / seconds, "first_token_s": median(firsts)})
+                timed(2)
+                _, few, first = timed(8)
+                per_token = (timed(24)[1] - few) / 16
+                seconds, how = few + (longest - 8) * per_token, "from answers of 8 and 24 tokens"
+                say(f"peer: {few:.2f} s with 8 tokens, {per_token * 1e3:.1f} ms each further one; {seconds:.1f} s")
+                if time.perf_counter() + seconds < ended:
+                    _, seconds, first = timed(longest)
+                    how = "measured"
+            row |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "first_token_s": first}
+            row["how"] = how
         except Exception as error:  # a way that this version cannot go is a row of the report
-            rows.append({"what": f"transformers {way}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             traceback.print_exc(limit=-6)
-        say(shown(rows[-1]))
+        report.add(row)
+        if time.perf_counter() > ended - budget / 3:
+            break
     torch.set_default_device(None)
-    return rows
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -251,40 +341,44 @@ def shown(row: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure everything, printing each row when it is there; one part that fails is no other's end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=600.0, help="no part begins behind these, the peer apart")
+    parser.add_argument("--profile", action="store_true", help="also print where the slowest pass's time goes")
     parser.add_argument("--peer-site", default="")
     parser.add_argument("--peer-seconds", type=float, default=40.0)
-    flags = parser.parse_args()
+    flags = parser.parse_args(words)
     sizes = {"context": 8192, "micro_batch": 16384, "micro_batches": 1, "steps": 1, "warmups": 0}
     asked = SimpleNamespace(recipe=flags.recipe, dtype="auto", device="auto", activations="", seed=0, **sizes)
     config = complete(asked)  # pyrefly: ignore
     model = random_model(config).eval().requires_grad_(False)
     say("built", torch.cuda.get_device_name())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    found: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions, "recipe": flags.recipe}
-    found |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "differences_of_the_peer": bench_mix.DIFFERENCES}
-    parts: list[Callable[[], list[dict[str, Any]]]] = [
-        lambda: throughput(model),
-        lambda: prefix_hits(model),
-        lambda: shared_prefixes(model),
-        lambda: steady(model),
-    ]
+    facts: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions, "recipe": flags.recipe}
+    facts |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "differences_of_the_peer": bench_mix.DIFFERENCES}
+    report = Report(flags.out, facts)
+    parts: dict[str, Callable[[], None]] = {
+        "throughput": lambda: throughput(model, report, flags.profile),
+        "long prefixes": lambda: prefix_hits(model, report),
+        "shared prefixes": lambda: shared_prefixes(model, report),
+        "steady decoding": lambda: steady(model, report),
+    }
     if flags.peer_site:
-        parts.insert(1, lambda: peers(config.model, flags.peer_site, flags.peer_seconds))
-    rows = found["rows"] = []
-    for part in parts:
+        parts["peer"] = lambda: peers(config.model, report, flags.peer_site, flags.peer_seconds)
+    for name, part in parts.items():
+        if name != "peer" and time.perf_counter() - BEGAN > flags.seconds:
+            say("no time left for", name)
+            continue
+        say(name)
         try:
-            rows += part()
+            part()
         except Exception:
             traceback.print_exc(limit=-8)
         gc.collect()
         torch.cuda.empty_cache()
-        if flags.out is not None:
-            flags.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     say("done")
 
 

@@ -4,9 +4,11 @@
     python benchmarks/gpu.py --parts attn_res train  # some of them; files gpu_attn_res_train-<gpu>-<date>
     python benchmarks/gpu.py --device cpu --small    # tries every part on tiny shapes; writes only if --out is given
 
-Parts are this folder's own scripts, called one after the other in this process; `train` is `openk3 bench train`. A part
-that fails is named in the results with its reason, the others go on, and the exit status is 1. KDA has a script of its
-own (`kda.py`). Peers are taken where they can be imported; `--peers` puts a folder of them first.
+Parts are this folder's own scripts, called one after the other in this process; `train` is `openk3 bench train`, and
+`whole_models.py` makes rows of `engine` (needs a GPU), `hybrid_decode` and `time_to_loss` (runs of four minutes, and
+text gathered before them unless --tokens names a file of `token_file.py`). A part that fails is named in the results
+with its reason, the others go on, and the exit status is 1. KDA has a script of its own (`kda.py`). Peers are taken
+where they can be imported; `--peers` puts a folder of them first, transformers for the engine among them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
+import whole_models  # noqa: E402
 from kda_report import number, table  # noqa: E402
 
 from openk3.commands import bench  # noqa: E402
@@ -38,11 +42,19 @@ from openk3.config.model import ConfigError  # noqa: E402
 from openk3.model.roofline import H200  # noqa: E402
 from openk3.runtime.device import peak_flops  # noqa: E402
 
+Rows = list[dict[str, Any]]
 SCRIPTS = ("attn_res", "latent_moe", "mla", "cross_entropy", "newton_schulz", "mxfp4", "decode")
-PARTS = (*SCRIPTS, "train")
+WHOLE: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
+    "engine": whole_models.engine,
+    "hybrid_decode": whole_models.hybrid_decode,
+    "time_to_loss": whole_models.time_to_loss,
+}
+PARTS = (*SCRIPTS, "train", *WHOLE)
+NEED_GPU = ("engine",)  # elsewhere it is `openk3 bench serve`
+NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU", "of_floor": "of the floor"}
+NAMES |= {"ratio": "ratio", "of_floors": "of floors", "published_ratio": "published", "token_ratio": "in tokens"}
 # Recipe, tokens of a micro-batch, micro-batches of a step, goal of MFU.
 TRAINING = (("small", 65536, 8, 0.25), ("medium", 32768, 16, 0.40))
-Rows = list[dict[str, Any]]
 
 
 def of_script(name: str, options: argparse.Namespace) -> Rows:
@@ -57,6 +69,12 @@ def of_script(name: str, options: argparse.Namespace) -> Rows:
             arguments += ["--peers", str(options.peers)]
         importlib.import_module(name).main(arguments)
         return json.loads(out.read_text(encoding="utf-8"))["rows"]
+
+
+def of_whole_models(name: str, options: argparse.Namespace) -> Rows:
+    """The rows of a comparison of whole models."""
+    with tempfile.TemporaryDirectory() as folder:
+        return WHOLE[name](options, Path(folder))
 
 
 def of_training(options: argparse.Namespace) -> Rows:
@@ -97,7 +115,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Rows], dict[str, str]]:
     for part in options.parts:
         print(f"== {part}", flush=True)
         try:
-            found[part] = of_training(options) if part == "train" else of_script(part, options)
+            if part == "train":
+                found[part] = of_training(options)
+            else:
+                found[part] = (of_whole_models if part in WHOLE else of_script)(part, options)
         except Exception as error:  # one part's fault must not cost the others' minutes on a machine that is lent
             traceback.print_exc()
             failed[part] = f"{type(error).__name__}: {str(error)[:300]}"
@@ -136,13 +157,12 @@ def report(results: dict[str, Any]) -> str:
         rows = [row for row in results["rows"] if row["part"] == part]
         times = list(dict.fromkeys(key for row in rows for key in row if key.endswith("_ms")))
         times = [key for key in times if any(isinstance(row.get(key), float | int) for row in rows)]
-        more = [key for key in ("tokens_per_s", "mfu", "of_floor") if any(key in row for row in rows)]
+        more = [key for key in NAMES if any(key in row for row in rows)]
         body = [
             [row["work"], *(number(row.get(key)) for key in times), *(_shown(key, row.get(key)) for key in more)]
             for row in rows
         ]
-        names = {"tokens_per_s": "tokens/s", "mfu": "MFU", "of_floor": "of the floor"}
-        titles = [*(key[:-3].replace("ours", "openk3") for key in times), *(names[key] for key in more)]
+        titles = [*(key[:-3].replace("ours", "openk3") for key in times), *(NAMES[key] for key in more)]
         lines += [f"## {part}", "", *table(["work, ms", *titles], body), ""]
     lines += [f"Failed: {part}: {why}" for part, why in results["failed"].items()]
     return "\n".join(lines).rstrip() + "\n"
@@ -151,7 +171,9 @@ def report(results: dict[str, Any]) -> str:
 def _shown(key: str, value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if key == "tokens_per_s" else f"{value:.1%}"
+    if key in ("mfu", "of_floor"):
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if key == "tokens_per_s" else f"{value:.2f}"
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -160,8 +182,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--device: must be cuda or cpu, got {options.device!r}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no GPU here; --device cpu --small tries the script")
+    for part in NEED_GPU:
+        if part in options.parts and options.device != "cuda":
+            parser.error(f"--parts {part}: needs a GPU; openk3 bench serve measures an engine on a CPU")
     if options.peers is not None and not options.peers.is_dir():
         parser.error(f"--peers: no such folder: {options.peers}")
+    if options.tokens is not None and not options.tokens.is_file():
+        parser.error(f"--tokens: no such file: {options.tokens}")
     try:
         if options.activations:
             check_activations(options.activations)
@@ -176,15 +203,18 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts asked for and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all that the device can")
     parser.add_argument("--rows", nargs="+", default=[], help="parts of names; rows that contain one are measured")
     parser.add_argument("--peers", type=Path, help="folder with packages of peers, put before the installed ones")
+    parser.add_argument("--tokens", type=Path, help="text of time_to_loss, a file of token_file.py")
     parser.add_argument("--activations", default="", help="activation policy of training; the recipe's by default")
     parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--out", type=Path, help="folder of the results")
     options = parser.parse_args(arguments)
+    every = [part for part in PARTS if options.device == "cuda" or part not in NEED_GPU]
+    options.parts = options.parts or every
     check(parser, options)
     if options.peers is not None:
         sys.path.insert(0, str(options.peers))
@@ -196,8 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.out or (ROOT / "benchmarks" / "results" if options.device == "cuda" else None)
     if folder is not None:
         card = re.sub(r"[^a-z0-9]+", "-", results["gpu"].lower().removeprefix("nvidia ")).strip("-")
-        partly = set(options.parts) != set(PARTS) or options.rows or options.small or options.quick
-        some = "_" + "_".join(options.parts) if set(options.parts) != set(PARTS) else "_some" if partly else ""
+        fewer = set(options.parts) != set(every)
+        partly = options.rows or options.small or options.quick
+        some = "_" + "_".join(options.parts) if fewer else "_some" if partly else ""
         path = folder / f"gpu{some}-{card}-{results['date']}.json"
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(report(results), encoding="utf-8")

@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import engine_gpu  # noqa: E402
 import gpu  # noqa: E402
+import hybrid_decode  # noqa: E402
+import time_to_loss  # noqa: E402
+import whole_models  # noqa: E402
 
 TRIAL = ["--device", "cpu", "--small", "--quick"]
 
@@ -51,6 +55,77 @@ def test_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "| train tiny 2x64 | 3.000 | 20,000 | 25.0% |" in text and "Failed: mla" in text
 
 
+def test_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both comparisons with MLA alone run on tiny shapes: a time of each model, and their ratio, in every row."""
+    monkeypatch.setattr(time_to_loss, "TIMED_STEPS", 1)
+    monkeypatch.setattr(time_to_loss, "MODELS", ("k3", "mla"))
+    monkeypatch.setattr(hybrid_decode, "BATCHES", (2,))
+    words = ["--parts", "hybrid_decode", "time_to_loss", "--out", str(tmp_path)]
+    assert gpu.main([*TRIAL, *words]) == 0
+    found, text = results(tmp_path)
+    names = [row["work"] for row in found["rows"]]
+    assert names == [
+        *(f"hybrid decode, batch {batch}, context {context}" for batch, context in ((2, 32), (2, 128), (32, 128))),
+        "hybrid decode, a token at the largest batches, context 128",
+        next(name for name in names if name.startswith("time to loss ") and name.endswith(", beside all MLA, 1 seeds")),
+    ]
+    for row in found["rows"]:
+        assert row["ratio"] == pytest.approx(row["all_mla_ms"] / row["ours_ms"]) and row["ours_ms"] > 0
+        assert f"| {row['work']} |" in text
+    assert "| ratio |" in text and found["failed"] == {}
+
+
+def test_rows_of_time_to_loss() -> None:
+    """The worse model trains to its end; the better one is there earlier by the advantage, whichever it is."""
+
+    def row(ours: float, theirs: float, advantage: float) -> dict:
+        axes = {axis: mean_of(advantage) for axis in ("tokens", "flops", "seconds", "level")}
+        losses = {"k3": {"mean": ours}, "mla": {"mean": theirs}}
+        summary = {"advantage": {"mla": axes | {"seeds": [0, 1]}}, "last_loss": losses, "rates": {}}
+        plan = {"steps": 10, "step_seconds": {"k3": 0.2, "mla": 0.1}}
+        (found,) = whole_models.loss_rows({"plan": plan, "summary": summary})
+        return found
+
+    better, worse = row(3.0, 4.0, 2.0), row(4.0, 3.0, 0.5)
+    assert (better["ours_ms"], better["all_mla_ms"]) == (500, 1000) and better["ratio"] == 2.0
+    assert (worse["ours_ms"], worse["all_mla_ms"]) == (2000, 1000) and worse["token_ratio"] == 0.5
+
+
+def mean_of(value: float) -> dict:
+    """As `loss_curves.spread` has it."""
+    return {"mean": value, "deviation": 0.0}
+
+
+def test_rows_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times a token beside the peer's best way, hits beside cold prefixes, and goals; nothing at all is a failure."""
+    rows = [
+        {"what": "engine, 256 at once", "tokens_per_s": 20000.0},
+        {"what": "transformers 5, grouped_mm, static batch of 256", "tokens_per_s": 2000.0},
+        {"what": "transformers eager", "error": "RuntimeError: no"},
+        {"what": "first token of 32K + 512, at most 2048 tokens a pass", "cold_s": 0.4, "hit_s": 0.02, "times": 20.0},
+        {"what": "90 % shared, prefixes cached", "tokens_per_s": 30000.0},
+        {"what": "90 % shared, no prefix cached", "tokens_per_s": 10000.0, "cached_is_times_as_fast": 3.0},
+    ]
+
+    def script(words: list[str]) -> None:
+        Path(words[words.index("--out") + 1]).write_text(json.dumps({"rows": rows}))
+
+    monkeypatch.setattr(engine_gpu, "main", script)
+    monkeypatch.setattr(gpu, "check", lambda parser, options: options.out.mkdir(exist_ok=True))
+    assert gpu.main([*TRIAL, "--parts", "engine", "--out", str(tmp_path)]) == 0
+    found, text = results(tmp_path)
+    ours, peer, other, hit, cached, unshared = found["rows"]
+    assert (ours["work"], ours["ours_ms"], ours["ratio"]) == ("engine: 256 at once", 0.05, 10)
+    assert ours["goal_ms"] == pytest.approx(0.1) and peer["transformers_ms"] == 0.5 and peer["ours_ms"] is None
+    assert other["transformers_ms"] is None and other["error"] == "RuntimeError: no"
+    assert (hit["ours_ms"], hit["cold_ms"], hit["goal_ms"]) == (20, 400, 25)
+    assert cached["goal_ms"] == pytest.approx(0.1 / 2.4) and cached["ratio"] == pytest.approx(3)
+    assert unshared["goal_ms"] is None and "| engine: 256 at once |" in text
+    assert gpu.main([*TRIAL, "--parts", "engine", "--rows", "decode", "--out", str(tmp_path / "none")]) == 0
+    rows.clear()
+    assert gpu.main([*TRIAL, "--parts", "engine", "--out", str(tmp_path / "no rows")]) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -58,6 +133,8 @@ def test_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--device", "cuda"], "--device cuda: no GPU here; --device cpu --small tries the script"),
         ([*TRIAL, "--activations", "bogus"], "activations: 'bogus' is none of none, selective"),
         ([*TRIAL, "--out", __file__], "File exists"),
+        ([*TRIAL, "--parts", "decode", "engine"], "--parts engine: needs a GPU; openk3 bench serve"),
+        ([*TRIAL, "--tokens", "nowhere.xz"], "--tokens: no such file: nowhere.xz"),
         ([*TRIAL, "--peers", "nowhere"], "--peers: no such folder: nowhere"),
     ],
 )
