@@ -107,15 +107,16 @@ def engine(options: argparse.Namespace, folder: Path) -> Rows:
     words = ["--recipe", "tiny" if options.small else "small", "--out", str(folder / "engine.json")]
     words += ["--peer-site", str(options.peers)] if options.peers is not None else []
     importlib.import_module("engine_gpu").main(words)
-    return engine_rows(json.loads((folder / "engine.json").read_text(encoding="utf-8"))["rows"])
+    path = folder / "engine.json"  # not there if no part of it gave a row
+    return engine_rows(json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [])
 
 
 def engine_rows(found: Rows) -> Rows:
     """From the script's rows. Raises RuntimeError where none came: each of its parts has told why by then."""
     if all("error" in row for row in found):
         raise RuntimeError("engine_gpu.py: no part of it gave a row")
-    peers = [row["tokens_per_s"] for row in found if _is_peer(row) and "error" not in row]
-    unshared = [row["tokens_per_s"] for row in found if "no prefix cached" in row["what"]]
+    peers = [_token_ms(row) for row in found if _is_peer(row)]
+    unshared = [_token_ms(row) for row in found if "no prefix cached" in row["what"]]
     rows = []
     for row in found:
         made: dict[str, Any] = {"work": f"engine: {row['what'].removeprefix('engine, ')}", "ours_ms": None}
@@ -124,15 +125,16 @@ def engine_rows(found: Rows) -> Rows:
             made |= {"ours_ms": 1e3 * row["hit_s"], "cold_ms": 1e3 * row["cold_s"], "ratio": row["times"]}
             made["goal_ms"] = min(HIT_MS, made["cold_ms"] / TIMES_OF_COLD)
         elif _is_peer(row):
-            made["transformers_ms"] = None if "error" in row else 1e3 / row["tokens_per_s"]
+            made["transformers_ms"] = _token_ms(row)
         else:
-            made["ours_ms"] = 1e3 / row["tokens_per_s"]  # a token of all requests together
+            made["ours_ms"] = _token_ms(row)
         for others, is_it, times, name in (
             (peers, row["what"] == "engine, 256 at once", TIMES_OF_PEER, "transformers_ms"),
             (unshared, "prefixes cached" in row["what"], TIMES_OF_UNSHARED, "unshared_ms"),
         ):
-            if others and is_it:
-                made[name] = 1e3 / max(others)
+            known = [took for took in others if took is not None]
+            if known and is_it and made["ours_ms"] is not None:
+                made[name] = min(known)
                 made |= {"ratio": made[name] / made["ours_ms"], "goal_ms": made[name] / times}
         rows.append(made | {key: value for key, value in row.items() if key != "what"})
     return rows
@@ -140,3 +142,8 @@ def engine_rows(found: Rows) -> Rows:
 
 def _is_peer(row: dict[str, Any]) -> bool:
     return row["what"].startswith("transformers")
+
+
+def _token_ms(row: dict[str, Any]) -> float | None:
+    """Of a token of all requests together; None where there was an error, or not one token before it was cut."""
+    return 1e3 / row["tokens_per_s"] if row.get("tokens_per_s") else None

@@ -102,6 +102,7 @@ def test_rows_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         {"what": "engine, 256 at once", "tokens_per_s": 20000.0},
         {"what": "transformers 5, grouped_mm, static batch of 256", "tokens_per_s": 2000.0},
         {"what": "transformers eager", "error": "RuntimeError: no"},
+        {"what": "without graphs, 1 at once", "tokens_per_s": 0.0, "cut": "1 requests had not begun"},
         {"what": "first token of 32K + 512, at most 2048 tokens a pass", "cold_s": 0.4, "hit_s": 0.02, "times": 20.0},
         {"what": "90 % shared, prefixes cached", "tokens_per_s": 30000.0},
         {"what": "90 % shared, no prefix cached", "tokens_per_s": 10000.0, "cached_is_times_as_fast": 3.0},
@@ -114,10 +115,11 @@ def test_rows_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu, "check", lambda parser, options: options.out.mkdir(exist_ok=True))
     assert gpu.main([*TRIAL, "--parts", "engine", "--out", str(tmp_path)]) == 0
     found, text = results(tmp_path)
-    ours, peer, other, hit, cached, unshared = found["rows"]
+    ours, peer, other, cut, hit, cached, unshared = found["rows"]
     assert (ours["work"], ours["ours_ms"], ours["ratio"]) == ("engine: 256 at once", 0.05, 10)
     assert ours["goal_ms"] == pytest.approx(0.1) and peer["transformers_ms"] == 0.5 and peer["ours_ms"] is None
     assert other["transformers_ms"] is None and other["error"] == "RuntimeError: no"
+    assert cut["ours_ms"] is None and cut["cut"] == "1 requests had not begun"
     assert (hit["ours_ms"], hit["cold_ms"], hit["goal_ms"]) == (20, 400, 25)
     assert cached["goal_ms"] == pytest.approx(0.1 / 2.4) and cached["ratio"] == pytest.approx(3)
     assert unshared["goal_ms"] is None and "| engine: 256 at once |" in text
