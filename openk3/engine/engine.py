@@ -39,12 +39,10 @@ class Engine:
         self.config = config
         self._names = WeightsNames(config, store)
         self._loop = Loop(model, config, self._names.name(model, weights_version), store)
-        self._is_closed = False
-        self._lock = threading.Lock()
+        self._is_closed, self._lock = False, threading.Lock()
         self._stepper: int | None = None
         self._streams: dict[Job, Stream] = {}
-        self._arrived: deque[Stream] = deque()
-        self._cancelled: deque[Stream] = deque()
+        self._arrived, self._cancelled = deque[Stream](), deque[Stream]()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Stream:
         """Take a request; the next step begins with it.
@@ -76,10 +74,7 @@ class Engine:
                 self._lock.release()
 
     def step(self) -> list[Update]:
-        """One pass for as many requests as there is time and room for; the news, of which listeners were told.
-
-        Nothing happens if no request is there or all are parked.
-        """
+        """One pass for as many requests as there is time and room for, if any; the news, told to listeners too."""
         self._require_outside("step")
         with self._lock:
             self._stepper = threading.get_ident()
@@ -100,6 +95,12 @@ class Engine:
                 self._loop.close(write=write)
                 self._deliver()
 
+    def prepare(self) -> int:
+        """Make the CUDA graphs of decoding passes ahead; how many: 0 where these run kernel by kernel."""
+        with self._lock:
+            decode = self._loop.runner.decode
+            return 0 if decode is None else decode.prepare()
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Whole answers, in order; one that failed says so in its `finish`. Raises what `submit` raises."""
         streams = list[Stream]()
@@ -115,8 +116,7 @@ class Engine:
     def score(self, prompts: Sequence[Sequence[int]], tenant: str = "") -> list[list[float]]:
         """Log-probability of each token of each prompt but the first, given those before it. Raises what fails."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        answers = self.generate([Request(prompt, params, tenant=tenant) for prompt in prompts])
-        return [_scores(answer) for answer in answers]
+        return [_scores(each) for each in self.generate([Request(prompt, params, tenant=tenant) for prompt in prompts])]
 
     def load_weights(self, model: K3, version: str | None = None) -> None:
         """Go on with a model whose weights are new; another one of the same kind, or the same one changed in place.

@@ -93,7 +93,7 @@ def phase_mix_kernel(sources, weights, mixtures, T, Q, D: tl.constexpr, BLOCK: t
         at += T.to(tl.int64) * D
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops", "totals"])
 def phase_merge_kernel(
     mixture, tops, totals, partial, addend, vector, out_weight, newest, mixed, normed, eps, norm_eps,
     D: tl.constexpr, BLOCK: tl.constexpr,

@@ -77,7 +77,8 @@ def test_they_are_made_ahead() -> None:
     """As many as there are numbers of places; later passes make none."""
     one = engine(decode_steps=True, max_requests=5)
     decode = one._loop.runner.decode
-    assert decode is not None and decode.prepare() == 5  # 1, 2, 3, 4 and 5 places
+    assert decode is not None and one.prepare() == 5  # 1, 2, 3, 4 and 5 places
+    assert engine().prepare() == 0  # a CPU has none
     streams = [one.submit(greedy(prompt(4, n), 5)) for n in range(5)]
     for stream in streams:
         verify(stream.result(), stream.job)

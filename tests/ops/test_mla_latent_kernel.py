@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
@@ -109,6 +110,42 @@ def test_many_rows() -> None:
     """More heads times tokens than a block of rows has, and another number of them for each request."""
     requests = Requests([(5, 40), (1, 20), (0, 9), (3, 0)], H=7)
     close(requests.run(requests.pages(16)), requests.exact())
+
+
+class Launches:
+    """Stands for a kernel, and notes the constants that it would be compiled for."""
+
+    def __init__(self, found: list[dict[str, object]]) -> None:
+        self._found = found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Of one launch."""
+        return lambda *arguments, **constants: self._found.append(constants)
+
+
+def test_nothing_is_compiled_for_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries whose heads come first and prompts of any length: constants are the same for passes of all sizes."""
+    found: list[dict[str, object]] = []
+    for pairs in ([(5, 40), (1, 20)], [(9, 0), (13, 90), (2, 7)], [(1, 30)]):
+        requests = Requests(pairs, H=7)
+        pages, want = requests.pages(16), requests.exact()
+        requests.q_latent = requests.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
+        close(requests.run(pages), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(latent_kernel, "latent_kernel", Launches(found))
+            requests.run(pages)
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+
+
+def test_queries_of_the_kernel_with_constant_strides() -> None:
+    """Heads that come first are copied, but for the numbers of places of decoding; others never are."""
+    for T in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 191, 192, 256):
+        first = torch.zeros(7, T, C).transpose(0, 1)
+        settled = latent_decode._settled(first)
+        assert (settled is first) == (T in (1, 2, 3, 4, 6, 8, 12, 192, 256))
+        assert settled is first or settled.stride() == (7 * C, C, 1)
+        other = torch.zeros(T, 7, 2 * C)[..., :C]
+        assert latent_decode._settled(other) is other
 
 
 def test_a_plan_serves_every_layer() -> None:

@@ -199,14 +199,13 @@ def _by_triton(
     padded = {name: max(16, triton.next_power_of_2(width)) for name, width in (("PC", C), ("PS", R))}
     latent_kernel.latent_kernel[(plan.runs * plan.parts,)](
         *(*queries, pages.memory, pages.page_NP, pages.length_N, cu_seqlens_q, plan.before, *outputs),
-        *(scale * LOG2E, len(pages.length_N), H, pages.page_NP.stride(0), pages.page_stride, pages.token_stride),
-        Q_STRIDES=_strides(queries),
+        *(scale * LOG2E, len(pages.length_N), H, pages.page_NP.stride(0), plan.parts),
+        *(pages.page_stride, pages.token_stride, *_strides(queries)),
         C=C,
         S=R,
         **padded,
         ROWS=plan.rows,
         BLOCK=plan.block,
-        PARTS=plan.parts,
         PAGE=_page_constant(pages, plan.block),
         PRECISION="tf32x3",
         **settings.options(),
@@ -225,19 +224,33 @@ def _by_gluon(
     from openk3.ops.kda.gluon_launch import Matrix, launch
     from openk3.ops.mla import latent_gluon
 
+    queries = (_settled(queries[0]), _settled(queries[1]))
     options = latent_gluon.settings(plan.rows * plan.parts)
     shape = {name: options.pop(name) for name in ("FIRST", "SECOND", "SLOTS")}
     sizes = (pages.num_pages, pages.page_tokens, pages.width)
     memory = Matrix(pages.memory, sizes, (pages.page_stride, pages.token_stride, 1), (1, plan.block, 64))
     constants: dict[str, Any] = {"Q_STRIDES": _strides(queries), "FIRST": shape["FIRST"], "SECOND": shape["SECOND"]}
-    constants |= {"PARTS": plan.parts, "PAGE": _page_constant(pages, plan.block), "SLOTS": shape["SLOTS"]}
+    constants |= {"PAGE": _page_constant(pages, plan.block), "SLOTS": shape["SLOTS"], "SPLIT": plan.parts > 1}
     arguments = [memory, *queries, pages.page_NP, pages.length_N, cu_seqlens_q, plan.before, *outputs]
-    arguments += [scale * LOG2E, len(pages.length_N), queries[0].shape[1], pages.page_NP.stride(0), plan.runs]
+    arguments += [scale * LOG2E, len(pages.length_N), queries[0].shape[1], pages.page_NP.stride(0)]
+    arguments += [plan.runs, plan.parts]
     launch(latent_gluon.latent_gluon, plan.runs * plan.parts, arguments, constants, options)
 
 
 def _strides(queries: tuple[Tensor, Tensor]) -> tuple[int, ...]:
     return tuple(stride for x in queries for stride in x.stride()[:2])
+
+
+def _settled(q_THC: Tensor) -> Tensor:
+    """Queries whose strides, for which this kernel is compiled, do not follow from just any number of tokens.
+
+    Where heads come first the distance between them does. Such queries are copied, but for the numbers of places that
+    graphs of decoding are made for: a power of two or one and a half of one.
+    """
+    T = len(q_THC)
+    whole = 1 << (T - 1).bit_length()
+    follows = q_THC.stride(1) > q_THC.stride(0) and T not in (whole, whole // 4 * 3)
+    return q_THC.contiguous() if follows else q_THC
 
 
 def _page_constant(pages: LatentPages, block: int) -> int:

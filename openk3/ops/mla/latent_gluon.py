@@ -295,20 +295,23 @@ def _consume(
 
 
 @gluon.jit(
-    do_not_specialize=["N", "heads", "page_row", "runs"],
+    do_not_specialize=["N", "heads", "page_row", "runs", "parts"],
     do_not_specialize_on_alignment=["length_ptr", "cu_ptr", "before_ptr", "page_ptr"],
 )
 def latent_gluon(
     latent_d, q_latent_ptr, q_shared_ptr, page_ptr, length_ptr, cu_ptr, before_ptr, out_ptr, part_ptr, log_ptr,
-    scale, N, heads, page_row, runs,
-    Q_STRIDES: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, PARTS: gl.constexpr, PAGE: gl.constexpr,
-    SLOTS: gl.constexpr,
+    scale, N, heads, page_row, runs, parts,
+    Q_STRIDES: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, PAGE: gl.constexpr,
+    SLOTS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """As `latent_kernel`, with FIRST + SECOND rows a program; latents of 512 + 64 values in pages of whole blocks."""
+    """As `latent_kernel`, with FIRST + SECOND rows a program; latents of 512 + 64 values in pages of whole blocks.
+
+    SPLIT: there may be more than one part; else no register holds which it is.
+    """
     io: gl.constexpr = gl.bfloat16
     BLOCK: gl.constexpr = latent_d.block_type.shape[1]
-    part = gl.program_id(0) % PARTS
-    run = gl.program_id(0) // PARTS
+    part = gl.program_id(0) % (parts if SPLIT else 1)
+    run = gl.program_id(0) // (parts if SPLIT else 1)
     before_ptr += part * (N + 1)
     total = gl.load(before_ptr + N).to(gl.int64)
     used = gl.maximum(gl.minimum(total, runs), 1)  # each of these has a block at least
@@ -379,8 +382,9 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
             "heads": "i32",
             "page_row": "i32",
             "runs": "i32",
+            "parts": "i32",
             "Q_STRIDES": (heads * 512, 512, heads * 192, 192),
         }
-        given |= {"PARTS": -(-heads // (shape["FIRST"] + shape["SECOND"])), "PAGE": 6144}
+        given |= {"PAGE": 6144, "SPLIT": heads > shape["FIRST"] + shape["SECOND"]}
         cases.append((latent_gluon, given | shape, options))
     return cases

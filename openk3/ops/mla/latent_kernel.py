@@ -90,21 +90,24 @@ def _rows(pointer, at, live, width: tl.constexpr, padded: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["N", "heads", "page_row"],
+    do_not_specialize=["N", "heads", "page_row", "parts"],
     do_not_specialize_on_alignment=["length_ptr", "cu_ptr", "before_ptr", "page_ptr"],
 )
 def latent_kernel(
     q_latent_ptr, q_shared_ptr, latent_ptr, page_ptr, length_ptr, cu_ptr, before_ptr, out_ptr, part_ptr, log_ptr,
-    scale, N, heads, page_row, page_stride, token_stride,
-    Q_STRIDES: tl.constexpr, C: tl.constexpr, S: tl.constexpr, PC: tl.constexpr, PS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    scale, N, heads, page_row, parts, page_stride, token_stride,
+    latent_along, latent_across, shared_along, shared_across,
+    C: tl.constexpr, S: tl.constexpr, PC: tl.constexpr, PS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A run of key blocks for one block of rows: contexts of whole requests, or parts [PARTS, programs + N, ROWS, C].
+    """A run of key blocks for one block of rows: contexts of whole requests, or parts [parts, programs + N, ROWS, C].
 
-    Programs: PARTS blocks of rows for each run. `scale` is that of the scores times log2 e. Pages have PAGE tokens.
+    Programs: `parts` blocks of rows for each run. `scale` is that of the scores times log2 e. Pages have PAGE tokens.
+    Queries lie `along` apart from token to token and `across` from head to head: numbers of the pass, not constants,
+    because where heads come first they follow from how many tokens a pass has.
     """
-    part = tl.program_id(0) % PARTS
-    run, runs = tl.program_id(0) // PARTS, tl.num_programs(0) // PARTS
+    part = tl.program_id(0) % parts
+    run, runs = tl.program_id(0) // parts, tl.num_programs(0) // parts
     before_ptr += part * (N + 1)
     total = tl.load(before_ptr + N).to(tl.int64)
     used = tl.maximum(tl.minimum(total, runs), 1)  # each of these has a block at least
@@ -124,8 +127,8 @@ def latent_kernel(
             token, head = row // heads, row % heads
             live = token < new
             origin = (start + token).to(tl.int64)
-            q_c = _rows(q_latent_ptr, origin * Q_STRIDES[0] + head * Q_STRIDES[1], live, C, PC)
-            q_s = _rows(q_shared_ptr, origin * Q_STRIDES[2] + head * Q_STRIDES[3], live, S, PS)
+            q_c = _rows(q_latent_ptr, origin * latent_along + wide(head) * latent_across, live, C, PC)
+            q_s = _rows(q_shared_ptr, origin * shared_along + wide(head) * shared_across, live, S, PS)
             seen = length - new + 1 + tl.minimum(token, new - 1)  # keys of each row
             peak = tl.full([ROWS], float("-inf"), tl.float32)
             sums = tl.zeros([ROWS], tl.float32)
@@ -213,9 +216,11 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in ("q_latent", "q_shared", "latent")}
         given |= {f"{name}_ptr": "*i32:1" for name in ("length", "cu", "before")} | {"page_ptr": page}
         given |= {f"{name}_ptr": "*fp32" for name in ("out", "part", "log")} | {"scale": "fp32"}
-        given |= {"N": "i32", "heads": "i32", "page_row": "i32", "page_stride": stride, "token_stride": "i32:16"}
-        given |= {"Q_STRIDES": (heads * 512, 512, heads * 192, 192), "C": 512, "S": 64, "PC": 512, "PS": 64}
-        given |= {"ROWS": found.rows, "BLOCK": found.keys, "PARTS": triton.cdiv(heads, found.rows), "PAGE": 6144}
+        given |= dict.fromkeys(("N", "heads", "page_row", "parts"), "i32")
+        given |= {"page_stride": stride, "token_stride": "i32:16"}
+        given |= {f"{part}_{way}": "i32:16" for part in ("latent", "shared") for way in ("along", "across")}
+        given |= {"C": 512, "S": 64, "PC": 512, "PS": 64}
+        given |= {"ROWS": found.rows, "BLOCK": found.keys, "PAGE": 6144}
         cases.append((latent_kernel, given | {"PRECISION": "tf32x3"}, found.options()))
     plan: dict[str, Any] = dict.fromkeys(("length_ptr", "cu_ptr", "before_ptr"), "*i32:1") | {
         "N": "i32",
