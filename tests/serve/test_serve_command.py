@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import torch
 from live_server import parse_events
 
 from openk3.cli import main
 from openk3.commands import flags
 from openk3.commands.errors import UserError
-from openk3.commands.serve import require_keys, server_config
+from openk3.commands.serve import prepared, require_keys, server_config
 from openk3.config.http import ServerConfig
+from openk3.engine.engine import Engine
 from openk3.serve.keys import Caller, Keys
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -117,3 +120,14 @@ def test_the_page_lists_every_code_and_route() -> None:
     assert len(codes) > 12 and {code for code in codes if f"`{code}`" not in page} == set()
     paths = set(re.findall(r'"(/(?:v1/[a-z_/]+|health|metrics))"', sources))
     assert len(paths) >= 7 and {path for path in paths if f"`{path}`" not in page} == set()
+
+
+def test_graphs_are_prepared_before_anybody_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU the server says how many there are, or why there are none; on a CPU there is nothing to say."""
+    engine = Mock(spec=Engine)
+    assert prepared(engine, torch.device("cpu")) is engine
+    assert not engine.prepare.called and not capsys.readouterr().err
+    for made, said in ((16, "... 16 in "), (0, "... none: the model has parts or a format without kernels")):
+        engine.prepare.return_value = made
+        assert prepared(engine, torch.device("cuda")) is engine
+        assert f"preparing CUDA graphs for decoding {said}" in capsys.readouterr().err
