@@ -111,7 +111,7 @@ class PlainStream:
     def __init__(self, x_TD: Tensor) -> None:
         self.x_TD = x_TD
         self.unsummed: Tensor | None = None
-        self.query_D, self.weight_D = x_TD.new_zeros(x_TD.shape[1]), x_TD.new_ones(x_TD.shape[1])
+        self.no_query: tuple[Tensor, Tensor] | None = None
 
     @property
     def prefix_TD(self) -> Tensor:
@@ -120,15 +120,18 @@ class PlainStream:
             self.x_TD, self.unsummed = self.x_TD + self.unsummed, None
         return self.x_TD
 
-    def read(self, query: DepthQuery) -> Tensor:
+    def read(self, query: DepthQuery | None) -> Tensor:
         """The running sum, whatever the query."""
         return self.prefix_TD
 
-    def read_normed(self, query: DepthQuery, norm: RMSNorm) -> Tensor:
+    def read_normed(self, query: DepthQuery | None, norm: RMSNorm) -> Tensor:
         """Its norm; a softmax over one source is 1, so the query that the kernel asks for has no say."""
-        found = mix_depth_normed(
-            [self.x_TD], self.query_D, self.weight_D, norm.weight, norm.eps, addend_TD=self.unsummed
-        )
+        if query is None and self.no_query is None:
+            width = self.x_TD.shape[1]
+            self.no_query = self.x_TD.new_zeros(width), self.x_TD.new_ones(width)
+        vectors = self.no_query if query is None else (query.proj, query.norm)
+        assert vectors is not None
+        found = mix_depth_normed([self.x_TD], *vectors, norm.weight, norm.eps, addend_TD=self.unsummed)
         self.x_TD, self.unsummed = found.newest_TD, None
         return found.normed_TD
 

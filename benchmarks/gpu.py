@@ -43,7 +43,7 @@ from openk3.model.roofline import H200  # noqa: E402
 from openk3.runtime.device import peak_flops  # noqa: E402
 
 Rows = list[dict[str, Any]]
-SCRIPTS = ("attn_res", "latent_moe", "mla", "cross_entropy", "newton_schulz", "mxfp4", "decode")
+SCRIPTS = ("attn_res", "latent_moe", "mla", "cross_entropy", "newton_schulz", "mxfp4", "decode", "residuals")
 WHOLE: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
     "engine": whole_models.engine,
     "hybrid_decode": whole_models.hybrid_decode,
@@ -52,7 +52,13 @@ WHOLE: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
 PARTS = (*SCRIPTS, "train", *WHOLE)
 NEED_GPU = ("engine",)  # elsewhere it is `openk3 bench serve`
 NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU", "of_floor": "of the floor"}
-NAMES |= {"ratio": "ratio", "of_floors": "of floors", "published_ratio": "published", "token_ratio": "in tokens"}
+NAMES |= {
+    "ratio": "ratio",
+    "of_floors": "of floors",
+    "published_ratio": "published",
+    "token_ratio": "in tokens",
+    "more": "more",
+}
 # Recipe, tokens of a micro-batch, micro-batches of a step, goal of MFU.
 TRAINING = (("small", 65536, 8, 0.25), ("medium", 32768, 16, 0.40))
 
@@ -171,7 +177,7 @@ def report(results: dict[str, Any]) -> str:
 def _shown(key: str, value: float | None) -> str:
     if value is None:
         return "-"
-    if key in ("mfu", "of_floor"):
+    if key in ("mfu", "of_floor", "more"):
         return f"{value:.1%}"
     return f"{value:,.0f}" if key == "tokens_per_s" else f"{value:.2f}"
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -14,8 +15,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import engine_gpu  # noqa: E402
 import gpu  # noqa: E402
 import hybrid_decode  # noqa: E402
+import residuals  # noqa: E402
 import time_to_loss  # noqa: E402
 import whole_models  # noqa: E402
+
+from openk3.model import k3  # noqa: E402
+from openk3.model.depth import ResidualStream  # noqa: E402
+from openk3.model.k3 import K3  # noqa: E402
+from openk3.recipes import pretrain  # noqa: E402
 
 TRIAL = ["--device", "cpu", "--small", "--quick"]
 
@@ -53,6 +60,33 @@ def test_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found, text = results(tmp_path)
     assert found["failed"] == {"mla": "ZeroDivisionError: division by zero"} and len(found["rows"]) == 1
     assert "| train tiny 2x64 | 3.000 | 20,000 | 25.0% |" in text and "Failed: mla" in text
+
+
+def test_residuals(tmp_path: Path) -> None:
+    """A training and a decoding row, each with a goal by what plain residuals took; afterwards depth is attended to."""
+    before = k3.open_stream
+    assert gpu.main([*TRIAL, "--parts", "residuals", "--out", str(tmp_path)]) == 0
+    found, text = results(tmp_path)
+    assert [row["work"] for row in found["rows"]] == [row.name for row in residuals.TRIAL] and k3.open_stream is before
+    for row, most in zip(found["rows"], (1.04, 1.02), strict=True):
+        assert row["goal_ms"] == pytest.approx(most * row["plain_ms"]) and row["ours_ms"] > 0
+        assert row["more"] == pytest.approx(row["ours_ms"] / row["plain_ms"] - 1)
+    assert "| plain |" in text and "| more |" in text
+
+
+def test_plain_residuals_are_a_running_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits as by the stream that adds and norms apart, and others than with depth attention."""
+    model = K3.build(pretrain("tiny").model, seed=0, dtype=torch.float32)
+    for query in model.depth_queries():
+        torch.nn.init.normal_(query.proj)
+    ids_T, bounds = torch.arange(40) % 300, torch.tensor([0, 17, 40], dtype=torch.int32)
+    with torch.no_grad():
+        attended_TD = model.backbone(model.embed(ids_T), bounds)
+        with residuals.plain_residuals():
+            plain_TD = model.backbone(model.embed(ids_T), bounds)
+        monkeypatch.setattr(k3, "open_stream", lambda x_TD, *given: ResidualStream(x_TD))
+        wanted_TD = model.backbone(model.embed(ids_T), bounds)
+    assert torch.allclose(plain_TD, wanted_TD, atol=1e-5) and not torch.allclose(attended_TD, wanted_TD, atol=1e-2)
 
 
 def test_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
