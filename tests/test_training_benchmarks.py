@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -24,6 +26,7 @@ def test_newton_schulz(tmp_path: Path) -> None:
         assert all(row["errors"]["ours"][kind] < row["errors"]["torch"][kind] for kind in ("normal", "1/n^2"))
         assert min(row[name] for name in ("ours_ms", "torch_ms", "floor_ms", "tflops")) > 0
     assert optimizer["share_of_step"] > 0 and optimizer["parameters"] > 1e5
+    assert optimizer["goal_ms"] * optimizer["share_of_step"] / 0.08 == pytest.approx(optimizer["ours_ms"])
 
 
 def test_cross_entropy(tmp_path: Path) -> None:
