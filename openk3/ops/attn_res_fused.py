@@ -111,24 +111,22 @@ def _run_forward(
 ) -> tuple[Any, ...]:
     """(mixed, normed, newest, probs, scores, rrms); weights = query, norm weight, out weight or None.
 
-    The last three are [T, L]; where rows are narrow one piece of memory, [3, L, T].
+    The last three are [T, L]; where rows are narrow one piece of memory, [T, 3, L].
     """
     (T, D), L = sources[0].shape, len(sources)
     x, out_weight = sources[0], weights[2]
     mixed = torch.empty_like(x) if wanted.mixed else None
     normed = x.new_empty(T, D, dtype=torch.promote_types(x.dtype, out_weight.dtype)) if out_weight is not None else None
     newest = None if addend is None else torch.empty_like(x)
-    stats = x.new_empty(3, L, T, dtype=torch.float32).mT if narrow else x.new_empty(3, T, L, dtype=torch.float32)
-    stats = stats.unbind()
+    stats = x.new_empty(*((T, 3) if narrow else (3, T)), L, dtype=torch.float32).unbind(1 if narrow else 0)
     tensors = (addend, *weights, newest, mixed, normed, *stats[: 1 if narrow else 3])
     if T == 0:
         return mixed, normed, newest, *stats
     with on_device(x):
         if narrow:
-            how = attn_res_narrow_kernel.settings(D)
+            how = attn_res_narrow_kernel.settings(D, L, backward=False)
             arguments = tuple(sources), *tensors, T, wanted.eps, wanted.eps
-            programs = triton.cdiv(T, how.constants["ROWS"])
-            _launch(attn_res_narrow_kernel.narrow_forward_kernel, programs, arguments, *how)
+            _launch(attn_res_narrow_kernel.narrow_forward_kernel, T, arguments, how.constants, how.options)
         elif _streams((*sources, addend)) and L <= attn_res_gluon.MOST_SOURCES:
             constants, how = attn_res_gluon.forward_constants(D, L, addend is not None)
             programs = min(T, how.programs * _multiprocessors(x.device))
@@ -157,15 +155,14 @@ class _Backward(NamedTuple):
 
     def run_narrow(self, needed: Sequence[bool], eps: float) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """As `run`, by the kernels for narrow rows."""
-        x, how = self.sources[0], attn_res_narrow_kernel.settings(self.sources[0].shape[1])
-        T, D = x.shape
+        x, (T, D) = self.sources[0], self.sources[0].shape
+        how = attn_res_narrow_kernel.settings(D, len(self.sources), backward=True)
         grads = [torch.empty_like(source) if need else None for source, need in zip(self.sources, needed)]
         places = tuple(source if grad is None else grad for source, grad in zip(self.sources, grads))
         later = tuple(source if d is None else d for source, d in zip(self.sources, self.later))
         given_later = [d is not None for d in self.later]
         wanted, added = (sum(bit << i for i, bit in enumerate(row)) for row in (needed, given_later))
-        most = attn_res_narrow_kernel.PROGRAMS * _multiprocessors(x.device)
-        programs = min(triton.cdiv(T, how.constants["ROWS"]), most)
+        programs = min(T, how.programs * _multiprocessors(x.device))
         out_weight = None if self.d_normed is None else self.out_weight
         d_vectors = x.new_empty(programs, D, dtype=torch.float32)
         d_outs = None if out_weight is None else torch.empty_like(d_vectors)

@@ -136,6 +136,26 @@ def test_gradients_behind_a_norm_in_bfloat16(added: bool, width: str) -> None:
         assert float((a.double() - b).norm() / b.norm()) < 0.25 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.parametrize(("L", "D"), [(2, 300), (8, 384), (10, 512)])
+def test_narrow_rows_in_parts(L: int, D: int) -> None:
+    """Rows of two and three parts, the last one full or not."""
+    inputs = case(L, 3, D, torch.bfloat16)
+    for a, b in zip(results(inputs, True, True, True), definition(inputs, True, True, True), strict=True):
+        assert float((a.double() - b).detach().norm() / b.detach().norm()) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_narrow_settings_fit() -> None:
+    """Parts cover a row and leave less than one of them idle; warps hold a part; programs fit a multiprocessor."""
+    for D in (1, 16, 128, 129, 384, 640, 768, 1000, 1025, 1536, attn_res_narrow_kernel.MOST_WIDTH):
+        for L in range(1, attn_res_narrow_kernel.MOST_SOURCES + 1):
+            for backward in (False, True):
+                constants, options, programs = attn_res_narrow_kernel.settings(D, L, backward=backward)
+                columns, threads = constants["PARTS"] * constants["BLOCK"], 32 * options["num_warps"]
+                assert constants["PARTS"] <= 3 and columns >= D and columns - D < max(128, columns // 2)
+                assert constants["BLOCK"] == constants["NEAR"] * threads
+                assert 0 < programs * threads <= 512 or not backward
+
+
 def test_formats_of_their_own() -> None:
     """Weights in float32 beside sources in bfloat16; sources of two formats; each gradient in its input's format."""
     inputs = case(3, 4, 16, torch.bfloat16)
