@@ -195,15 +195,16 @@ def throughput(model: K3, report: Report, profiled: bool) -> None:
 def steady(model: K3, report: Report) -> None:
     """Passes of decoding alone at a context of 4K: how long, and how much of it the host takes before and behind."""
     for at_once in (1, 64, 256):
-        engine, draw = engine_of(model, at_once, 4300, 16384, graphs=False), Random(at_once)
+        engine, draw = engine_of(model, at_once, 4352, 16384, graphs=False), Random(at_once)
         prompt = [draw.randrange(1, 30000) for _ in range(4096)]
-        params = SamplingParams(max_tokens=80, temperature=0)
+        params = SamplingParams(max_tokens=200, temperature=0)
         for n in range(at_once):
             engine.submit(Request([*prompt, n + 1], params))
-        while len(engine._loop.scheduler.running) < at_once or any(
-            job.num_left > 1 for job in engine._loop.scheduler.running
-        ):
-            engine.step()
+        running, passes = engine._loop.scheduler.running, Passes(engine, MOST_SECONDS, False)
+        while len(running) < at_once or any(job.num_left > 1 for job in running):
+            passes.step()
+            if passes.is_over:
+                raise TimeoutError(f"{at_once} prompts of 4K are not done after {passes.count} passes")
         for _ in range(4):
             engine.step()
         times = []
