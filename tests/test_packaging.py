@@ -44,6 +44,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert sources <= names
     page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "openk3" / "serve" / "web").iterdir()}
     assert "openk3/serve/web/chat.js" in page and page <= names
+    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "openk3" / "shipped" / "pocket").iterdir()}
+    assert "openk3/shipped/pocket/LICENSE.WordNet" in shipped and shipped <= names
+    assert wheel.stat().st_size <= 28_000_000
     rest = {name for name in names - sources if ".dist-info/" not in name}
     assert all(name.startswith("openk3/") for name in rest)
     assert {name.rpartition("/")[2] for name in names} >= {"LICENSE", "THIRD_PARTY_NOTICES.md", "entry_points.txt"}
