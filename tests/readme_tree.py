@@ -30,6 +30,7 @@ FOLDERS = (
     "runtime",
     "config",
 )
+MODELS = {"shipped": "pocket"}  # folders without code
 
 
 def purpose(path: Path) -> str:
@@ -43,8 +44,8 @@ def purpose(path: Path) -> str:
 def tree(package: Path = ROOT / "openk3") -> str:
     """One line per module, folders in the order of the layers."""
     found = {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    if found != set(FOLDERS):
-        raise SystemExit(f"readme_tree.py: FOLDERS and the package differ in {sorted(found ^ set(FOLDERS))}")
+    if found != {*FOLDERS, *MODELS}:
+        raise SystemExit(f"readme_tree.py: FOLDERS and the package differ in {sorted(found ^ {*FOLDERS, *MODELS})}")
     lines = ["```text", "openk3/"]
     lines += [entry(path, package) for path in sorted(package.glob("*.py")) if path.name != "__init__.py"]
     for folder in FOLDERS:
@@ -52,6 +53,8 @@ def tree(package: Path = ROOT / "openk3") -> str:
         own = (path for path in (package / folder).rglob("*") if path.suffix in SUFFIXES)
         files = sorted(own, key=lambda path: (len(path.parts), path))
         lines += [entry(path, package / folder) for path in files if path.name != "__init__.py"]
+    for folder, name in MODELS.items():
+        lines += ["", f"{folder}/", f"  {name + '/':<22} A trained model: weights, tokenizer, card and licence notice"]
     return "\n".join([*lines, "```", ""])
 
 
