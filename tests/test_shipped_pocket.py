@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -125,6 +129,27 @@ def test_chat_sees_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for question in ("What colour is the triangle?", "Where is the triangle?"):
         assert main(["chat", "--message", question, *flags]) == 0
         assert capsys.readouterr().out.strip() == answers[question]
+
+
+def test_server_uses_it_where_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line says what it is; then it answers under its name, most likely tokens first, and ends."""
+    monkeypatch.undo()  # a client on loopback
+    command = [sys.executable, "-m", "openk3", "serve", "--port", "0", "--cache-gib", "0.05"]
+    environment = {**os.environ, "PYTHONPATH": str(SHIPPED.parents[2])}
+    process = subprocess.Popen(command, cwd=SHIPPED, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        about, line = process.stderr.readline(), process.stderr.readline()
+        assert "it makes mistakes" in about and line.startswith("pocket at "), about + line + process.stderr.read()
+        body = {"model": "pocket", "messages": [{"role": "user", "content": "What is 47 + 38?"}], "temperature": 0}
+        answer = httpx.post(f"{line.split()[-1]}/chat/completions", json=body, timeout=120).json()
+        assert answer["choices"][0]["message"]["content"] == "47 + 38 = 85"
+        process.terminate()
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 def test_help_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from live_server import MODEL, TOKENIZER, Live, turn
+from live_server import MODEL, TOKENIZER, Live, live_server, turn
 from pydantic import BaseModel
 
 from openk3.inputs.chat import parse
@@ -118,3 +118,12 @@ def test_errors_name_the_field(live: Live, fields: dict[str, Any], param: str) -
     answer = live.post("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 2, **fields})
     assert answer.status_code == 400, answer.text
     assert (answer.json()["error"]["param"] or "").startswith(param), answer.json()
+
+
+def test_a_models_own_sampling_is_the_default() -> None:
+    """As the server was told; what a request says comes first, also where it says 0."""
+    with live_server(temperature=0.3, top_p=0.9) as live:
+        body = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
+        for fields, want in (({}, (0.3, 0.9)), ({"temperature": 0}, (0.0, 0.9)), ({"top_p": 0.5}, (0.3, 0.5))):
+            answer = live.post("/v1/responses", {**body, **fields}).json()
+            assert (answer["temperature"], answer["top_p"]) == want
