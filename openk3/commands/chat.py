@@ -15,7 +15,7 @@ from openk3.commands import terminal
 from openk3.commands.errors import UserError, is_user_error
 from openk3.commands.flags import Chat
 from openk3.commands.generate import TEMPERATURE, TOP_P, check_sampling, context_left, fitting_device, load_tokenizer
-from openk3.commands.runs import about_model, find_model
+from openk3.commands.runs import SHIPPED, about_model, find_model
 from openk3.config.model import ModelConfig
 from openk3.config.sampling import SamplingDefaults, first, read_sampling
 from openk3.inputs.chat import Event, Parser, encode_chat, render
@@ -51,7 +51,8 @@ def run(flags: Chat) -> None:
         return
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{about_model(directory)}: {chat.num_parameters:,} parameters; /help lists the commands")
+        mark = ";" if directory == SHIPPED else ":"
+        print(f"{about_model(directory)}{mark} {chat.num_parameters:,} parameters; /help lists the commands")
     for line in read_lines(interactive):
         if line.startswith("/"):
             if not obey(chat, line):

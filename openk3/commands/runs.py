@@ -13,8 +13,7 @@ from openk3.runtime.run_folder import RunFolder
 RUNS = Path("runs")
 SHIPPED = Path(openk3.__file__).parent / "shipped" / "pocket"
 ABOUT_SHIPPED = (
-    "pocket, the small model that comes with openk3 (24 M parameters): words, sums, Python, fables, pictures;"
-    " it makes mistakes"
+    "pocket, the small model that comes with openk3, for words, sums, Python, fables and pictures; it makes mistakes"
 )
 
 
