@@ -36,6 +36,7 @@ from openk3.commands.bench import complete, random_model
 from openk3.config.serve import CacheConfig, EngineConfig
 from openk3.engine.engine import Engine
 from openk3.engine.request import Request, SamplingParams
+from openk3.engine.shares import Shares
 from openk3.engine.stream import Stream
 from openk3.model.k3 import K3
 
@@ -175,9 +176,10 @@ def serve(
     return found
 
 
-def throughput(model: K3, report: Report, profiled: bool) -> None:
+def throughput(model: K3, report: Report, profiled: bool, step_tokens: int, prompt_interval: int) -> None:
     """A row for each load; with graphs, and at two loads without."""
-    engine = engine_of(model, 256, 769)
+    engine = engine_of(model, 256, 769, step_tokens)
+    engine._loop.scheduler._shares = Shares(prompt_interval)
     say("first time, with what has to be compiled:", shown(serve(engine, mix(model.config, 40, seed=9), 16)))
     for at_once, count in LOADS:
         arrivals = mix(model.config, count)
@@ -348,6 +350,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=600.0, help="no part begins behind these, the peer apart")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="most tokens of a pass")
+    parser.add_argument("--prompt-interval", type=int, default=1, help="passes of which one computes prompts")
     parser.add_argument("--profile", action="store_true", help="also print where the slowest pass's time goes")
     parser.add_argument("--peer-site", default="")
     parser.add_argument("--peer-seconds", type=float, default=40.0)
@@ -359,10 +363,11 @@ def main(words: Sequence[str] | None = None) -> None:
     say("built", torch.cuda.get_device_name())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     facts: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions, "recipe": flags.recipe}
+    facts |= {"step_tokens": flags.step_tokens, "prompt_interval": flags.prompt_interval}
     facts |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "differences_of_the_peer": bench_mix.DIFFERENCES}
     report = Report(flags.out, facts)
     parts: dict[str, Callable[[], None]] = {
-        "throughput": lambda: throughput(model, report, flags.profile),
+        "throughput": lambda: throughput(model, report, flags.profile, flags.step_tokens, flags.prompt_interval),
         "long prefixes": lambda: prefix_hits(model, report),
         "shared prefixes": lambda: shared_prefixes(model, report),
         "steady decoding": lambda: steady(model, report),

@@ -108,7 +108,13 @@ def load(flags: Serve, directory: Path, config: ServerConfig, keys: Keys) -> Ser
         max_tokens=context,
     )
     speculation = None if flags.draft == "off" else SpeculationConfig(flags.draft)
-    engine = EngineConfig(cache, step_tokens=flags.step_tokens, speculation=speculation, tier=outer_tier(flags))
+    engine = EngineConfig(
+        cache,
+        step_tokens=flags.step_tokens,
+        prompt_interval=flags.prompt_interval,
+        speculation=speculation,
+        tier=outer_tier(flags),
+    )
     return Service(config, EngineThread(lambda: prepared(Engine(model, engine), device)), tokenizer, shape, media, keys)
 
 

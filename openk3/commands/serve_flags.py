@@ -53,6 +53,8 @@ class Serve:
     """Longest prompt and answer together, at most what the model has."""
     step_tokens: int = 2048
     """Most tokens in one pass of the model: long ones delay running answers."""
+    prompt_interval: int = 1
+    """Compute prompts in every so many passes while others decode: more tokens a second on a GPU, later first ones."""
     max_requests: int = 256
     """Answers that are written at the same time; others wait."""
     max_open: int = 512

@@ -168,6 +168,7 @@ class EngineConfig:
     patience: int = 256  # steps of waiting that outweigh one level of priority; also see Scheduler
     speculation: SpeculationConfig | None = None
     tier: TierConfig | None = None  # memory behind the pages
+    prompt_interval: int = 1  # passes of which one computes prompts while others decode; see Shares
 
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_zero={"patience"})

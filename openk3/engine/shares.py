@@ -11,6 +11,10 @@ pass, for jobs that have their pages:
   higher priority or not longer than it, itself included: a long prompt never delays a short one by its length; the
   last token waits as those of decoding jobs do, D of them with its own kind: ceil(4 D / 3 B) passes;
 - the first in rank has R / 4 tokens of each pass, so no flow of short requests starves a long one.
+
+Where a pass with prompts costs far more than one without (a GPU runs decoding as one graph), prompts may gather: with
+an interval of N they have a part of every Nth pass only while others decode. The second and third bound are then N
+times as many passes.
 """
 
 from __future__ import annotations
@@ -21,16 +25,20 @@ from openk3.engine.job import Job
 
 
 class Shares:
-    """Remembers whose turn the odd tokens are."""
+    """Remembers whose turn the odd tokens are, and for how many passes prompts have gathered."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_interval: int = 1) -> None:
         self._mixed_turns = self._prompt_turns = 0
+        self._interval, self._gathered = prompt_interval, 0
 
     def divide(self, budget: int, jobs: Sequence[Job]) -> dict[Job, int]:
         """Tokens of each job that has some; `jobs` are in order of their rank."""
         shares = dict[Job, int]()
         decodes = sorted((job for job in jobs if job.num_left == 1), key=lambda job: (job.last_served, job.rank))
         prompts = [job for job in jobs if job.num_left > 1]
+        self._gathered = (self._gathered + 1) % self._interval if decodes and prompts else 0
+        if self._gathered:
+            prompts = []
         self._mixed_turns += bool(decodes and prompts)
         kept = min(_quarter(budget, self._mixed_turns), sum(job.num_left for job in prompts))
         for job in decodes[: budget - kept]:
