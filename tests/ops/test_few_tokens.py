@@ -46,7 +46,7 @@ def off(got: Tensor, want: Tensor) -> float:
     [
         (1, 13, 40, torch.bfloat16),
         (5, 600, 300, torch.bfloat16),
-        (16, 33, 520, torch.float32),
+        (8, 33, 520, torch.float32),
         (3, 2100, 256, torch.float16),
         (7, 1, 1, torch.float32),
     ],
@@ -66,7 +66,7 @@ def test_products(T: int, O: int, D: int, dtype: torch.dtype) -> None:
 def test_what_takes_other_paths() -> None:
     """More tokens, deeper matrices and formats that differ are the library's; so are layers that are not plain."""
     weight = random(4, 8).float()
-    for x in (random(17, 8).float(), random(2, 2, 8).float(), random(0, 8).float()):
+    for x in (random(9, 8).float(), random(2, 2, 8).float(), random(0, 8).float()):
         assert not products.takes(x, 8)
         torch.testing.assert_close(products.linear(x, weight), x @ weight.T)
     assert not products.takes(random(2, 8).float(), products.MOST_DEPTH + 1)
@@ -115,7 +115,7 @@ def definition(x: Tensor, weights: RoutedWeights, form: RoutedForm, rest: Rest) 
     [
         (1, 40, 24, 20, 36, 5, 2, torch.bfloat16),
         (3, 300, 40, 264, 0, 7, 3, torch.float32),
-        (16, 24, 16, 16, 16, 40, 1, torch.bfloat16),
+        (8, 24, 16, 16, 16, 40, 1, torch.bfloat16),
         (5, 32, 8, 9, 7, 3, 3, torch.float16),
     ],
 )
@@ -147,10 +147,10 @@ def test_refused_layers() -> None:
     form = RoutedForm(2, True, 1.0, 4.0, None, 1e-5)
     assert mixes_few(random(2, 16).float(), weights, form, rest)
     assert not mixes_few(random(2, 16).bfloat16(), weights, form, rest)
-    assert not mixes_few(random(17, 16).float(), weights, form, rest)
+    assert not mixes_few(random(9, 16).float(), weights, form, rest)
 
 
-@pytest.mark.parametrize(("T", "D", "L", "added"), [(1, 40, 1, True), (3, 130, 4, True), (16, 24, 9, False)])
+@pytest.mark.parametrize(("T", "D", "L", "added"), [(1, 40, 1, True), (3, 130, 4, True), (8, 24, 9, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_depth(T: int, D: int, L: int, added: bool, dtype: torch.dtype) -> None:
     """Mixture, norm, sum and weights; the public function takes the kernel."""

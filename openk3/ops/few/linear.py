@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from openk3.ops.backend import on_device, pick, starts_early
 from openk3.ops.norm import rms_norm
 
-MOST_TOKENS, MOST_DEPTH = 16, 2048  # that the kernels take; more tokens keep a library's kernels busy
+MOST_TOKENS, MOST_DEPTH = 8, 2048  # that the kernels take; more tokens keep a library's kernels busy
 
 
 def takes(x: Tensor, depth: int) -> bool:

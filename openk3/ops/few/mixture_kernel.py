@@ -202,8 +202,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     """What the launchers compile in bfloat16 for `small` and `medium`, and 16 choices of 896 experts."""
     cases = []
     early = {"launch_pdl": True} if arch >= 90 else {}
-    for D, C, I, S, E, k, tokens in ((768, 384, 384, 384, 80, 4, 1), (768, 384, 384, 384, 80, 4, 16),
-                                     (1536, 768, 768, 1536, 80, 4, 16), (2048, 1024, 512, 0, 896, 16, 2)):  # fmt: skip
+    for D, C, I, S, E, k, tokens in ((768, 384, 384, 384, 80, 4, 1), (768, 384, 384, 384, 80, 4, 8),
+                                     (1536, 768, 768, 1536, 80, 4, 8), (2048, 1024, 512, 0, 896, 16, 2)):  # fmt: skip
         form = {"BETA": 4.0, "LINEAR": 25.0, "EARLY": arch >= 90}
         known: dict[str, Any] = dict.fromkeys(("logits", "bias", "weights"), "*fp32") | {"ids": "*i32"} | form
         known |= {"tokens": "i32", "scale": "fp32", "eps": "fp32"}

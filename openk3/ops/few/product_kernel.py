@@ -139,10 +139,10 @@ def tokens_for(tokens: int, shape: Shape) -> dict[str, int]:
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launcher compiles in bfloat16: layers of 768 and 1536, norms of 256, one and 16 tokens."""
+    """What the launcher compiles in bfloat16: layers of 768 and 1536, norms of 256, 1 to 8 tokens."""
     cases = []
     early = {"launch_pdl": True} if arch >= 90 else {}
-    for rows, depth, tokens, with_norm in ((3206, 768, 1, False), (3206, 768, 16, False), (1152, 256, 4, True),
+    for rows, depth, tokens, with_norm in ((3206, 768, 1, False), (3206, 768, 8, False), (1152, 256, 4, True),
                                            (6412, 1536, 8, False), (768, 2048, 8, True)):  # fmt: skip
         how = shape_for(rows, depth)
         known: dict[str, Any] = {"tokens": "i32", "eps": "fp32", "STRIDE": depth, "ROWS": rows, "K": depth}
