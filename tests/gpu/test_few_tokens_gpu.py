@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from openk3.config.model import ModelConfig, schedule
 from openk3.inputs.packed import Packed
 from openk3.model.decoder import Decoder
 from openk3.model.k3 import K3
+from openk3.model.moe import Router
 from openk3.ops.few import linear
 from openk3.recipes import small
 
@@ -64,8 +66,23 @@ def test_same_bits(model: K3, count: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(want, steps(model, count, graphs=True))
 
 
+@pytest.fixture
+def fixed_routes(model: K3) -> Iterator[None]:
+    """Every token of a layer goes to the same experts, with the weights of its own scores, which lie between 0 and 1.
+
+    With choices that differ by a last digit, logits of random weights are far apart (docs/gpu_stack/decode.md).
+    """
+    biases = [module.bias for module in model.modules() if isinstance(module, Router)]
+    for number, bias in enumerate(biases):
+        bias[number :: len(bias) // model.config.text.num_experts_per_token] = 2
+    yield
+    for bias in biases:
+        bias.zero_()
+
+
+@pytest.mark.usefixtures("fixed_routes")
 def test_against_float64(model: K3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to float64 as the kernels for many tokens are."""
+    """As near to float64 as the kernels for many tokens are, and near."""
     wide = K3.empty(config(), dtype=torch.float64).eval()
     wide.load_state_dict({name: value.double().cpu() for name, value in model.state_dict().items()})
     with torch.no_grad():
@@ -77,4 +94,5 @@ def test_against_float64(model: K3, monkeypatch: pytest.MonkeyPatch) -> None:
 
     few = off()
     monkeypatch.setattr(linear, "MOST_TOKENS", 0)
-    assert few < 1.5 * off() + 1e-3
+    many = off()
+    assert few < 1.5 * many + 1e-3 and max(few, many) < 0.05, (few, many)
