@@ -35,7 +35,8 @@ def settings(rows: int, element_bytes: int, arch: int) -> Settings:
     block = 16 if rows <= 16 else 32
     if element_bytes == 4:
         return Settings(16, 16, 1, 4, 1)
-    return Settings(block, 32, 1, 8, {80: 3, 90: 4}.get(arch, 2))
+    keys = 32 if arch == 90 else 16  # elsewhere registers run out with 32
+    return Settings(block, keys, 1, 8, {80: 3, 90: 4}.get(arch, 2))
 
 
 @triton.jit(
