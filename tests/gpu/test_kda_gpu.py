@@ -126,6 +126,8 @@ FLA_CASES = [
         for keys in ("random", "near")
     ),
     *few_heads(6),
+    *random_cases(13),
+    *(Case((T,), H=H, seed=T) for T in (1, 15, 300, 4097) for H in (1, 2)),
 ]
 IMPLEMENTATIONS = {"ours": fused_kda, "fla": fla_kda}
 
