@@ -70,15 +70,14 @@ def tile_gradients(
     ]
     arguments += [beta, gate.A_log_H, gate.dt_bias_HK, span.start_X, span.length_X]
     arguments += [span.token_low, gate.lower_bound, H]
-    few = scanned.states_rest is not None
-    constants, options = {"K": K, "V": V, "C": C, "FINE": few}, settings(alone=few)
-    launch(gradient_kernel, span.num_tiles * H, arguments, constants, options)
+    options = settings(fine=scanned.states_rest is not None)
+    launch(gradient_kernel, span.num_tiles * H, arguments, {"K": K, "V": V, "C": C}, options)
     return d_gate
 
 
-def settings(*, alone: bool = False) -> dict[str, int]:
+def settings(*, fine: bool = False) -> dict[str, int]:
     """Launch options: two blocks on a multiprocessor; one where states come in two parts."""
-    return {"num_warps": 8, "maxnreg": 240 if alone else 128}
+    return {"num_warps": 8, "maxnreg": 240 if fine else 128}
 
 
 @gluon.jit
@@ -297,9 +296,9 @@ def gradient_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
-    FINE: gl.constexpr,
 ):
-    """One tile of one head; rows of the writes are counted from token_low."""
+    """One tile of one head; rows of the writes are counted from token_low. FINE where states come in two parts."""
+    FINE: gl.constexpr = states_rest_d is not None
     io: gl.constexpr = gl.bfloat16
     scale: gl.constexpr = K**-0.5
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, C, 16])  # [K, C]
@@ -321,12 +320,12 @@ def gradient_kernel(
     # Both parts of the gradients of the states share the memory of one, and come in halves.
     state = (program * V, 0)
     wanted = (states_d, d_states_d, d_states_rest_d)
-    LEFT: gl.constexpr = 0 if states_rest_d is None else V * K
-    if states_rest_d is not None:
+    LEFT: gl.constexpr = V * K if FINE else 0
+    if FINE:
         wanted = wanted + (states_rest_d,)
     brought = _fetch(wanted, (state, state, state, state), states_bar, 2 * V * K + LEFT)
     states_s, d_states_s, d_rest_s = brought[0], brought[1], brought[2]
-    states_rest_s = (brought[3],) if states_rest_d is not None else ()
+    states_rest_s = (brought[3],) if FINE else ()
 
     # What rounding left of the writes lies where the logits were, which come again when its products are done.
     live = gl.arange(0, C, layout=over_c) < length
@@ -478,6 +477,5 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= dict.fromkeys(("along_ptr", "d_gate_ptr"), "*fp32")
     given |= {"a_log_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*i32:1", "length_ptr": "*i32:1"}
     given |= {"token_low": "i32", "bound": "fp32", "H": "i32", "K": 128, "V": 128, "C": 32}
-    given |= {"FINE": False, "states_rest_d": None}
-    few = given | {"FINE": True, "states_rest_d": state}
-    return [(gradient_kernel, given, settings()), (gradient_kernel, few, settings(alone=True))]
+    plain, fine = given | {"states_rest_d": None}, given | {"states_rest_d": state}
+    return [(gradient_kernel, plain, settings()), (gradient_kernel, fine, settings(fine=True))]

@@ -77,7 +77,6 @@ def tile_gradients(
             K=K,
             V=V,
             C=span.chunk,
-            FINE=fine,
             **settings(K, V, compute_capability(q_THK.device), exact=exact, fine=fine),
         )
     return d_gate
@@ -195,9 +194,12 @@ def gradient_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
-    FINE: tl.constexpr,
 ):
-    """One tile of one head. Rows of writes are counted from token_low, all others from the first of all tokens."""
+    """One tile of one head; FINE where states come in two parts.
+
+    Rows of writes are counted from token_low, all others from the first of all tokens.
+    """
+    FINE: tl.constexpr = states_rest_ptr is not None
     precision: tl.constexpr = "ieee" if writes_ptr.dtype.element_ty == tl.float32 else "tf32"
     program = tl.program_id(0).to(tl.int64)
     tile, head = program // H, program % H
@@ -233,7 +235,7 @@ def gradient_kernel(
             d_keys = tl.dot(d_r, tl.trans(write_rest), d_keys, input_precision=precision)
             d_kr = tl.dot(tl.trans(rest), tl.trans(write), d_kr, input_precision=precision)
             d_kr = tl.dot(tl.trans(d_leaving), tl.trans(write_rest), d_kr, input_precision=precision)
-        if states_rest_ptr is not None:
+        if FINE:
             rest = tl.load(states_rest_ptr + state + v * K + block)
             carried += tl.sum((entering.to(tl.float32) + rest.to(tl.float32)) * both, 0)
             d_qd = tl.dot(tl.trans(rest), tl.trans(d_o), d_qd, input_precision=precision)
@@ -345,6 +347,6 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     for K, V in [(128, 128), *fewer]:
         for fine, rest in ((False, None), (True, "*bf16")):
             options = settings(K, V, arch, fine=fine)
-            shape = {"K": K, "V": V, "BV": options.pop("BV"), "FINE": fine, "states_rest_ptr": rest}
+            shape = {"K": K, "V": V, "BV": options.pop("BV"), "states_rest_ptr": rest}
             cases.append((gradient_kernel, given | shape, options))
     return cases

@@ -43,6 +43,7 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
     runs, K = span.num_runs, workspace.qd.shape[3]
     states, few = outputs.states is not None, outputs.states_rest is not None
     options = scan_settings(V, compute_capability(v_THV.device), states=states, few=few)
+    form = (options.pop("AHEAD"), span.even, False)
     if runs * H == 0:
         return
     w, out = workspace, outputs
@@ -54,8 +55,7 @@ def scan(workspace: Workspace, v_THV: Tensor, span: Span, initial_PHKV: Tensor |
         K=K,
         V=V,
         C=span.chunk,
-        EVEN=span.even,
-        MAPS=False,
+        FORM=form,
         **options,
     )
 
@@ -77,6 +77,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
         few=workspace.nkd_rest is not None,
     )
     options["BV"] = min(options["BV"], K)
+    form = (options.pop("AHEAD"), span.even, True)
     if runs * H == 0:
         return maps
     w = workspace
@@ -87,8 +88,7 @@ def scan_maps(workspace: Workspace, v_THV: Tensor, span: Span) -> Tensor:
         K=K,
         V=V,
         C=span.chunk,
-        EVEN=span.even,
-        MAPS=True,
+        FORM=form,
         **options,
     )
     return maps
@@ -183,14 +183,16 @@ def scan_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EVEN: tl.constexpr,
-    MAPS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """BV value channels of one head of one run; with MAPS also blocks of the identity as a state, without v.
+    """BV value channels of one head of one run. FORM: (AHEAD, EVEN, MAPS).
 
-    EVEN tiles follow from the run's first token: loads that wait for a load of the tile's place cannot run far ahead.
+    AHEAD: decay is loaded a tile ahead. EVEN tiles follow from the run's first token: loads that wait for a load of the
+    tile's place cannot run far ahead. MAPS: also blocks of the identity as a state, without v.
     """
+    AHEAD: tl.constexpr = FORM[0]
+    EVEN: tl.constexpr = FORM[1]
+    MAPS: tl.constexpr = FORM[2]
     io = nkd_ptr.dtype.element_ty
     precision: tl.constexpr = "ieee" if nkd_ptr.dtype.element_ty == tl.float32 else "tf32"
     blocks: tl.constexpr = (V + K) // BV if MAPS else V // BV
@@ -337,22 +339,23 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     given |= dict.fromkeys(("decay_ptr", "beta_ptr"), "*fp32") | dict.fromkeys(("tile_low", "token_low", "H"), "i32")
     given |= dict.fromkeys(("kr_rest_ptr", "nkd_rest_ptr", "inv_rest_ptr", "initial_ptr", "o_ptr", "r_ptr"))
     given |= dict.fromkeys(("r_rest_ptr", "states_ptr", "states_rest_ptr", "final_ptr", "saved_ptr"))
-    given |= {"EVEN": True, "MAPS": False, "K": 128, "V": 128, "C": 32}
-    state, cut = {"initial_ptr": "*fp32"}, {"EVEN": False}
+    given |= {"K": 128, "V": 128, "C": 32, "FORM": (True, False)}  # EVEN and MAPS; AHEAD goes before them
+    state, cut = {"initial_ptr": "*fp32"}, {"FORM": (False, False)}
     outputs = {"o_ptr": "*bf16", "final_ptr": "*fp32"}
     saving = outputs | {"saved_ptr": "*fp32"}
     backward = dict.fromkeys(("r_ptr", "r_rest_ptr", "states_ptr", "kr_rest_ptr"), "*bf16")
-    maps = {"final_ptr": "*fp32", "MAPS": True}
+    maps: dict[str, Any] = {"final_ptr": "*fp32", "FORM": (True, True)}
     few = dict.fromkeys(("nkd_rest_ptr", "inv_rest_ptr"), "*bf16")
     variants = [state | saving, saving, state | saving | cut, saving | cut, state | outputs, outputs]
-    variants += [state | backward, backward, maps, maps | cut, maps | {"kr_rest_ptr": "*bf16"}]
+    variants += [state | backward, backward, maps, maps | {"FORM": (False, True)}, maps | {"kr_rest_ptr": "*bf16"}]
     variants += [some | backward | few | {"states_rest_ptr": "*bf16"} for some in (state, {})]
     variants += [maps | {"kr_rest_ptr": "*bf16"} | few]
     cases = []
     for variant in variants:
         launch = scan_settings(128, arch, states="kr_rest_ptr" in variant, few="nkd_rest_ptr" in variant)
-        shape = {"BV": launch.pop("BV"), "AHEAD": launch.pop("AHEAD")}
-        cases.append((scan_kernel, given | shape | variant, launch))
+        arguments: dict[str, Any] = given | variant | {"BV": launch.pop("BV")}
+        arguments["FORM"] = (launch.pop("AHEAD"), *arguments["FORM"])
+        cases.append((scan_kernel, arguments, launch))
     folding = dict.fromkeys(("maps_ptr", "entering_ptr", "initial_ptr"), "*fp32") | {"parts_ptr": "*i32:1"}
     folding |= dict.fromkeys(("low", "high", "H"), "i32") | {"K": 128, "V": 128, "BV": 16}
     given_or_not = (folding, folding | {"initial_ptr": None})
