@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 
 from openk3 import K3, Packed  # noqa: E402
+from openk3.commands.conditions import commit, processor  # noqa: E402
 from openk3.config.model import LinearAttnConfig, ModelConfig, TextConfig, schedule  # noqa: E402
 from openk3.ops import KdaGate, chunk_kda, recurrent_kda  # noqa: E402
 from openk3.ops.kda.reference import kda_gate  # noqa: E402
@@ -208,20 +208,14 @@ def report(section: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def conditions(tuned: dict[str, bool]) -> dict[str, Any]:
     """What a number means nothing without: machine, commit, versions, settings."""
-    processor = Path("/proc/cpuinfo")
-    lines = processor.read_text().splitlines() if processor.exists() else []
-    cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "openk3"], capture_output=True, text=True).stdout
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     modelling = peer()
     if modelling is not None:
         versions["transformers"] = sys.modules["transformers"].__version__
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": commit + (" with changes" if changed.strip() else ""),
-        "cpu": f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "commit": commit(),
+        "cpu": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"],
         "tuned": tuned,

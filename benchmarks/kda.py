@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import platform
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ import torch  # noqa: E402
 from kda_report import COLUMNS, markdown, print_row, verdict_on_errors, worse_than_fla  # noqa: E402
 from kda_timing import Protocol, copy_rate  # noqa: E402
 
+from openk3.commands.conditions import commit  # noqa: E402
 from openk3.runtime.run_folder import write_atomic, write_json  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -141,14 +141,6 @@ def record(row: Work | DecodeWork, found: dict[str, Any], rate: float) -> dict[s
     return {"work": row.name} | columns | floor | {name: value for name, value in found.items() if value}
 
 
-def commit() -> str:
-    """The checkout's commit, and whether the package differs from it."""
-    git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "openk3"], capture_output=True, text=True).stdout
-    return (name or "unknown") + (" with changes" if changed.strip() else "")
-
-
 def conditions(device: torch.device, peers: dict[str, str], name: str) -> dict[str, Any]:
     """What a number means nothing without: commit, card, versions."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -239,7 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
         implementations, device, None if options.check_only else protocol, 1 if options.quick else HEADS_CHECKED
     )
     rate = copy_rate(device, protocol)
-    results: dict[str, Any] = conditions(device, kda_peers.versions(list(implementations)), options.commit or commit())
+    name = options.commit or commit() or "unknown"
+    results: dict[str, Any] = conditions(device, kda_peers.versions(list(implementations)), name)
     results |= {"copy_tb_s": rate / 1e12, "left_out": missing, "rows": [], "checks": []}
     print("\n".join(f"{name}: {value}" for name, value in results.items() if value))
     kind, folder = kind_of(options), None if options.check_only else options.out

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 
 from openk3 import recipes  # noqa: E402
-from openk3.commands.fleet import conditions  # noqa: E402
+from openk3.commands.conditions import conditions  # noqa: E402
 from openk3.config.outer_tier import TierConfig  # noqa: E402
 from openk3.config.serve import CacheConfig, EngineConfig  # noqa: E402
 from openk3.engine.block_pool import PageKind  # noqa: E402
@@ -134,7 +134,7 @@ def main() -> None:
         facts = f"{facts}  {row.num_bytes / 1e6:6.1f} MB outside"
         print(f"{row.work:38} {row.seconds:9.3f} s  {facts}")
     if options.out is not None:
-        data = conditions("prefix tier") | {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        data = conditions("prefix tier", torch=torch.__version__) | {"threads": torch.get_num_threads()}
         data |= {"prefix": options.prefix, "new": options.new, "rows": [asdict(row) for row in rows]}
         write_json(options.out, data)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from openk3.commands.fleet import conditions  # noqa: E402
+from openk3.commands.conditions import conditions  # noqa: E402
 from openk3.runtime.run_folder import write_json  # noqa: E402
 
 PATH = "/v1/chat/completions"

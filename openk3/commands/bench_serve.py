@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +12,7 @@ import torch
 
 from openk3.commands import bench_mix
 from openk3.commands.bench_flags import BenchServe
+from openk3.commands.conditions import conditions, processor
 from openk3.commands.errors import UserError
 from openk3.commands.generate import load_tokenizer
 from openk3.commands.runs import find_model
@@ -27,7 +24,6 @@ from openk3.model.k3 import K3
 from openk3.runtime.device import pick_device, pick_dtype
 from openk3.runtime.run_folder import write_atomic, write_json
 
-PACKAGE = Path(__file__).resolve().parent.parent
 TEXT_BYTES = 1 << 20  # that prompts are cut from
 
 
@@ -45,7 +41,7 @@ def run(flags: BenchServe) -> None:
     corpus = gather(() if flags.text is None else [flags.text], max_bytes=TEXT_BYTES)
     text = "\n".join(file.text for file in (*corpus.held_out, *corpus.train))
     ids = load_tokenizer(directory).encode(text)
-    found = conditions(model) | sizes(flags) | {"rows": measure(model, prompts(ids, flags), flags)}
+    found = described(model) | sizes(flags) | {"rows": measure(model, prompts(ids, flags), flags)}
     if flags.out is not None:
         write_json(flags.out, found)
     print(json.dumps(found, indent=2) if flags.json else "\n".join(table(found)))
@@ -55,7 +51,7 @@ def run_mix(flags: BenchServe) -> None:
     """`--mix`: the record of bench_mix, beside the JSON also in Markdown."""
     bench_mix.check(flags)
     found = bench_mix.measure_mix(flags)
-    found = machine(torch.device("cpu")) | {"dtype": "float32"} | found
+    found = on(torch.device("cpu")) | {"dtype": "float32"} | found
     if flags.out is not None:
         write_json(flags.out, found)
         text = bench_mix.markdown(found)
@@ -173,31 +169,19 @@ def sizes(flags: BenchServe) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in names}
 
 
-def conditions(model: K3) -> dict[str, Any]:
+def described(model: K3) -> dict[str, Any]:
     """What a number means nothing without: machine, commit, versions, model."""
-    return machine(model.embed.weight.device) | {
+    return on(model.embed.weight.device) | {
         "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
         "parameters": sum(value.numel() for value in model.parameters()),
     }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Machine, commit and versions."""
-    git = subprocess.run(["git", "-C", str(PACKAGE), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
-        hardware = f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return {
-        "work": "bench serve",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": git.stdout.strip() or None,
-        "hardware": hardware,
-        "load_average": os.getloadavg()[0],
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+def on(device: torch.device) -> dict[str, Any]:
+    """The conditions of a measurement there."""
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else f"{processor()}, {torch.get_num_threads()} threads"
+    return conditions("bench serve", hardware=name, torch=torch.__version__)
 
 
 def table(found: dict[str, Any]) -> list[str]:

@@ -6,18 +6,14 @@ import dataclasses
 import importlib.util
 import json
 import os
-import platform
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-import openk3
+from openk3.commands.conditions import conditions
 from openk3.commands.errors import UserError
 from openk3.commands.fleet_flags import FleetProbe, FleetReplay, FleetSimulate, FleetTrace
 from openk3.config.fleet import FleetConfig
@@ -31,7 +27,6 @@ from openk3.fleet.trace_mix import Mix, make_trace
 from openk3.runtime.run_folder import write_json
 
 MOST_REPLICAS = 4096
-PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def run(flags: FleetTrace | FleetSimulate | FleetReplay | FleetProbe) -> None:
@@ -207,18 +202,3 @@ def bar(name: str, total: int) -> Any:
 def advance(shown: Any, count: int) -> None:
     """Show that so many are done."""
     shown.update(count - shown.n)
-
-
-def conditions(work: str) -> dict[str, Any]:
-    """What a number means nothing without: machine, commit, versions."""
-    git = subprocess.run(["git", "-C", str(PACKAGE), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
-    return {
-        "work": work,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "commit": git.stdout.strip() or None,
-        "hardware": f"{name}, {os.cpu_count()} cores",
-        "load_average": os.getloadavg()[0],
-        "versions": {"python": platform.python_version(), "openk3": openk3.__version__},
-    }

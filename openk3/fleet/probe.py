@@ -125,6 +125,9 @@ def _decode_s(outcomes: Sequence[Outcome]) -> float:
 
 def _ask(address: str, entries: Sequence[Entry], key: str | None) -> list[Outcome]:
     found = asyncio.run(Replay(entries, {"server": address}, key=key).run())
-    if any(outcome.fate != "done" for outcome in found):
-        raise TraceError(f"{address}: {next(one.why for one in found if one.fate != 'done')}")
+    failed = next((outcome for outcome in found if outcome.fate != "done"), None)
+    if failed is not None:
+        asked = f"a prompt of {failed.prompt:,} tokens and {failed.entry.answer_tokens} of answer"
+        verb = "refused" if failed.fate == "refused" else "did not answer"
+        raise TraceError(f"{address} {verb} {asked} (--lengths): {failed.why}")
     return sorted(found, key=lambda outcome: (outcome.entry.session, outcome.entry.turn))

@@ -153,7 +153,7 @@ class Replay:
         try:
             async with client.stream("POST", f"{self._servers[name]}/v1/completions", json=body) as response:
                 if response.status_code >= 400:
-                    outcome.why = f"{response.status_code} {(await response.aread()).decode(errors='replace')[:300]}"
+                    outcome.why = refusal(response.status_code, await response.aread())
                     return "failed" if response.status_code in (500, 502, 504) else "refused"
                 async for line in response.aiter_lines():
                     if not line.startswith("data: "):
@@ -174,6 +174,15 @@ class Replay:
             return "failed"
         outcome.why = outcome.why or "the stream ended early"
         return "failed"
+
+
+def refusal(status: int, body: bytes) -> str:
+    """What a server says of a request that it refuses, in one line: its status and the message of its error."""
+    try:
+        text = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        text = body.decode(errors="replace")
+    return f"{status} {' '.join(str(text).split())[:300]}".rstrip()
 
 
 async def model_name(client: httpx.AsyncClient, address: str) -> str:

@@ -17,7 +17,7 @@ from openk3.config.fleet import FleetConfig
 from openk3.fleet.baselines import make_chooser
 from openk3.fleet.pass_costs import PassCosts
 from openk3.fleet.probe import FITTED, Sample, decode_counts, errors, first_token_counts, fit, probe
-from openk3.fleet.replay import Replay, prompt_ids, replayed
+from openk3.fleet.replay import Replay, prompt_ids, refusal, replayed
 from openk3.fleet.simulated_replica import ReplicaShape
 from openk3.fleet.trace import Entry, TraceError
 
@@ -158,7 +158,7 @@ def test_a_server_without_a_first_token_is_left() -> None:
         assert outcome.fate == "failed" and outcome.first is not None and outcome.why == "the stream ended early"
     with serving("refuse") as (server,):
         (outcome,) = replayed(Replay(turns("a", 1), {"only": server.address}))
-        assert outcome.fate == "refused" and outcome.why.startswith("503 ")
+        assert outcome.fate == "refused" and outcome.why == "503 full"
 
 
 def test_no_server_is_said() -> None:
@@ -196,8 +196,26 @@ def test_a_probe_asks_cold_and_behind_a_prefix() -> None:
     assert samples[0].counts == first_token_counts(64, 0, SHAPE)
     assert samples[3].counts == first_token_counts(272, 256, SHAPE)
     assert len(samples) == 8 and len(told) == 6 and fit(samples).pass_s >= 0
-    with serving("refuse") as (server,), pytest.raises(TraceError, match="503"):
-        probe(server.address, (64,), SHAPE, rounds=1)
+    for fault, said in (("refuse", "refused a prompt of 64 tokens"), ("cut", "did not answer a prompt of 64 tokens")):
+        with serving(fault) as (server,), pytest.raises(TraceError, match=f"^{server.address} {said} and 1 of answer"):
+            probe(server.address, (64,), SHAPE, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            b'{"error": {"message": "9000 tokens:\\n too  long", "type": "invalid_request_error"}}',
+            "400 9000 tokens: too long",
+        ),
+        (b'{"error": "no"}', '400 {"error": "no"}'),
+        (b"<p>\n\xff", "400 <p> \ufffd"),
+        (b"", "400"),
+    ],
+)
+def test_a_refusal_is_one_line(body: bytes, said: str) -> None:
+    """The message of the server's error; of anything else what was sent."""
+    assert refusal(400, body) == said
 
 
 def test_waiting_requests_go_on_when_there_is_room() -> None:
