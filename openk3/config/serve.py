@@ -11,6 +11,8 @@ from openk3.config.outer_tier import TierConfig
 HASH_TOKENS = 512  # the most tokens between two places where a prefix can be reused (report section 5.4.1)
 ROW_ALIGNMENT = 16  # bytes: rows hold numbers of several widths, and kernels load them by 16 bytes
 DRAFTS = ("mtp", "ngram")
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
+GRAPH_PROMPT_INTERVAL = 16
 _MOST = 2**48
 
 
@@ -164,14 +166,23 @@ class EngineConfig:
     """One engine: its memory, and how it shares its time."""
 
     cache: CacheConfig
-    step_tokens: int = 2048  # most tokens in one pass: its length in time, and the memory of its activations
+    step_tokens: int = 0  # most tokens in one pass: its length in time, and the memory of its activations; 0: see `on`
     patience: int = 256  # steps of waiting that outweigh one level of priority; also see Scheduler
     speculation: SpeculationConfig | None = None
     tier: TierConfig | None = None  # memory behind the pages
-    prompt_interval: int = 1  # passes of which one computes prompts while others decode; see Shares
+    prompt_interval: int = 0  # passes of which one computes prompts while others decode, see Shares; 0: see `on`
 
     def __post_init__(self) -> None:
-        _check_numbers(self, may_be_zero={"patience"})
+        _check_numbers(self, may_be_zero={"patience", "step_tokens", "prompt_interval"})
+
+    def on(self, *, gpu: bool, graphs: bool) -> EngineConfig:
+        """With what suits a device where it was left open; `graphs`: all passes of decoding are CUDA graphs.
+
+        Beside graphs a pass with prompts costs ten times one without, hardly more the longer it is: so few, long ones.
+        """
+        step_tokens = self.step_tokens or (GPU_STEP_TOKENS if gpu else CPU_STEP_TOKENS)
+        interval = self.prompt_interval or (GRAPH_PROMPT_INTERVAL if graphs else 1)
+        return dataclasses.replace(self, step_tokens=step_tokens, prompt_interval=interval)
 
 
 def kda_row_bytes(text: TextConfig, value_bytes: int = 2) -> int:

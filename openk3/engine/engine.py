@@ -18,6 +18,7 @@ from openk3.engine.stats import Stats, stats_of
 from openk3.engine.store import Store
 from openk3.engine.stream import Listener, Stream, Update
 from openk3.engine.weights_names import WeightsNames, require_same_kind
+from openk3.model.capture import has_kernels, is_plain
 from openk3.model.k3 import K3
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Engine:
     def __init__(
         self, model: K3, config: EngineConfig, weights_version: str | None = None, *, store: Store | None = None
     ) -> None:
-        self.config = config
+        self.config = config = resolved(config, model)
         self._names = WeightsNames(config, store)
         self._loop = Loop(model, config, self._names.name(model, weights_version), store)
         self._is_closed, self._lock = False, threading.Lock()
@@ -173,6 +174,13 @@ class Engine:
             stream.take(updates[-1])
         self._cancelled.extend(update.stream for update in updates if not _tell(update))
         return updates
+
+
+def resolved(config: EngineConfig, model: K3) -> EngineConfig:
+    """With what suits where the model lies, for what was left open."""
+    gpu = model.embed.weight.is_cuda
+    graphs = gpu and config.speculation is None and is_plain(model) and has_kernels(model)
+    return config.on(gpu=gpu, graphs=graphs)
 
 
 def _tell(update: Update) -> bool:

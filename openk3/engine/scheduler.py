@@ -44,7 +44,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_swapped = 0  # of those
         self._num_jobs = 0
-        self._shares = Shares(config.prompt_interval)
+        self._shares = Shares(config.prompt_interval or 1)
 
     def add(self, job: Job) -> None:
         """A new job waits from now on."""

@@ -13,8 +13,9 @@ pass, for jobs that have their pages:
 - the first in rank has R / 4 tokens of each pass, so no flow of short requests starves a long one.
 
 Where a pass with prompts costs far more than one without (a GPU runs decoding as one graph), prompts may gather: with
-an interval of N they have a part of every Nth pass only while others decode. The second and third bound are then N
-times as many passes.
+an interval of N they have no part of a pass while others decode, until N - 1 passes have gone by or there are as many
+tokens of them as a pass takes. What a prompt that has begun has left goes on in the very next pass, and others with it.
+So at least one of N passes has prompts: the second and third bound are N times as many passes at worst.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from openk3.engine.job import Job
 
 
 class Shares:
-    """Remembers whose turn the odd tokens are, and for how many passes prompts have gathered."""
+    """Remembers whose turn the odd tokens are, for how many passes prompts have gathered, and which have begun."""
 
     def __init__(self, prompt_interval: int = 1) -> None:
         self._mixed_turns = self._prompt_turns = 0
         self._interval, self._gathered = prompt_interval, 0
+        self._begun = set[Job]()
 
     def divide(self, budget: int, jobs: Sequence[Job]) -> dict[Job, int]:
         """Tokens of each job that has some; `jobs` are in order of their rank."""
         shares = dict[Job, int]()
         decodes = sorted((job for job in jobs if job.num_left == 1), key=lambda job: (job.last_served, job.rank))
         prompts = [job for job in jobs if job.num_left > 1]
-        self._gathered = (self._gathered + 1) % self._interval if decodes and prompts else 0
-        if self._gathered:
+        if self._wait(prompts, budget - len(decodes) if decodes else 0):
             prompts = []
         self._mixed_turns += bool(decodes and prompts)
         kept = min(_quarter(budget, self._mixed_turns), sum(job.num_left for job in prompts))
@@ -51,13 +52,23 @@ class Shares:
         if not prompts or not budget:
             return shares
         self._prompt_turns += 1
+        self._begun = set(prompts)
         shares[prompts[0]] = first = min(_quarter(budget, self._prompt_turns), prompts[0].num_left)
         budget -= first
         for job in sorted(prompts, key=lambda job: (-job.request.priority, job.num_left, job.rank)):
             more = min(budget, job.num_left - shares.get(job, 0))
             shares[job] = shares.get(job, 0) + more
             budget -= more
-        return {job: count for job, count in shares.items() if count}
+        shares = {job: count for job, count in shares.items() if count}
+        self._begun.intersection_update(shares)
+        return shares
+
+    def _wait(self, prompts: Sequence[Job], room: int) -> bool:
+        """Whether prompts gather for another pass, which would have `room` for their tokens."""
+        begun = any(job in self._begun for job in prompts)
+        full = sum(job.num_left for job in prompts) >= room
+        self._gathered = 0 if begun or full or not prompts else (self._gathered + 1) % self._interval
+        return self._gathered > 0
 
 
 def _quarter(budget: int, turn: int) -> int:

@@ -78,8 +78,8 @@ def test_memory_is_cut_into_pages_that_suit_the_model() -> None:
 def test_an_engine_says_how_it_shares_its_time() -> None:
     """Wrong numbers are refused by field."""
     cache = CacheConfig(PageShape(8, 4, 1, 3, 100), num_pages=9)
-    assert EngineConfig(cache, patience=0).step_tokens == 2048
-    for changes, name in (({"step_tokens": 0}, "step_tokens"), ({"patience": -1}, "patience")):
+    assert EngineConfig(cache, patience=0).on(gpu=False, graphs=False).step_tokens == 2048
+    for changes, name in (({"step_tokens": -1}, "step_tokens"), ({"patience": -1}, "patience")):
         with pytest.raises(ConfigError, match=f"{name}: must be a whole number"):
             EngineConfig(cache, **changes)
 

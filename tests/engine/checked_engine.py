@@ -100,11 +100,14 @@ def engine(
     store: Store | None = None,
     speculation: SpeculationConfig | None = None,
     decode_steps: bool = False,
+    prompt_interval: int = 1,
     **options: Any,
 ) -> CheckedEngine:
     """Pages of eight tokens, checkpoints every page, unless options say otherwise; `decode_steps` as on a GPU."""
     cache: CacheConfig = cache_config(num_pages, **{"checkpoint_pages": 1, **options})
-    config = EngineConfig(cache, step_tokens, patience, tier=tier, speculation=speculation)
+    config = EngineConfig(
+        cache, step_tokens, patience, tier=tier, speculation=speculation, prompt_interval=prompt_interval
+    )
     return CheckedEngine(config, model, store=store, decode_steps=decode_steps)
 
 

@@ -68,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         patience=st.integers(0, 9),
         guesses=GUESSES,
         decode_steps=st.booleans(),
+        interval=st.sampled_from((1, 3, 16)),
     )
     def build(
         self,
@@ -80,12 +81,14 @@ class EngineMachine(RuleBasedStateMachine):
         patience: int,
         guesses: tuple[SpeculationConfig | None, list[bool]],
         decode_steps: bool,
+        interval: int,
     ) -> None:
         """From memory that one request fills to memory that is rarely short; with guesses of every kind, or none."""
         pages = 4 + pages * 8 // page_tokens
         limits = {"max_requests": 5, "checkpoint_pages": checkpoint_pages}
         sizes = {"page_tokens": page_tokens, "hash_tokens": hash_tokens}
         options = {**limits, **sizes, "speculation": guesses[0], "decode_steps": decode_steps}
+        options["prompt_interval"] = interval
         self.engine: CheckedEngine = engine(pages, step_tokens=budget, patience=patience, **options)
         self.draft: ScriptedDraft | None = None
         if guesses[0] is not None and guesses[0].adaptive:
