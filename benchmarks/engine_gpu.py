@@ -1,6 +1,7 @@
 """The engine on one GPU: throughput by load beside transformers' generate, hits of long prefixes, shared prefixes.
 
     python benchmarks/engine_gpu.py [--recipe small] [--out FILE] [--seconds N] [--profile] [--peer-site FOLDER]
+        [--step-tokens N] [--prompt-interval N] [--also INTERVAL/TOKENS ...]
 
 Weights are random, drawn on the device. Requests are those of `openk3 bench serve --mix`: prompts of 16 to 512 tokens,
 answers of 16 to 256, greedy, all there from the start, at most so many under way. The peer is transformers' Kimi Linear
@@ -12,13 +13,10 @@ seconds, one that takes too long is cut and says so, and each row is in the file
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import importlib
-import io
 import json
 import platform
-import pstats
 import sys
 import time
 import traceback
@@ -30,26 +28,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine_passes import BEGAN, Passes, say
 
 from openk3.commands import bench_mix, bench_peer
 from openk3.commands.bench import complete, random_model
 from openk3.config.serve import CacheConfig, EngineConfig
-from openk3.engine.engine import Engine
+from openk3.engine.engine import Engine, resolved
 from openk3.engine.request import Request, SamplingParams
 from openk3.engine.shares import Shares
 from openk3.engine.stream import Stream
 from openk3.model.k3 import K3
 
-BEGAN = time.perf_counter()
-LOADS = ((1, 4), (16, 64), (64, 192), (256, 512))  # at once, requests
+MOST = (256, 512)  # at once, requests
+LOADS = ((1, 4), (16, 64), (64, 192))
 PREFIX_TOKENS, NEW_TOKENS = 32768, 512
 MOST_SECONDS = 12.0  # of one load
-SPOKEN = 2.0  # seconds between lines of progress
-
-
-def say(*words: object) -> None:
-    """A line, at once."""
-    print(*words, f"[{time.perf_counter() - BEGAN:.1f} s]", flush=True)
 
 
 class Report:
@@ -74,7 +67,7 @@ def mix(config: Any, count: int, share: float = 0.0, seed: int = 0) -> list[benc
 
 
 def engine_of(
-    model: K3, at_once: int, longest: int, step_tokens: int = 2048, spare_tokens: int = 0, *, graphs: bool = True
+    model: K3, at_once: int, longest: int, step_tokens: int = 0, spare_tokens: int = 0, *, graphs: bool = True
 ) -> Engine:
     """With room for so many requests, and cached prefixes beside them; with `graphs`, all of them are there."""
     one = CacheConfig.of(model.config, 1 << 40, value_bytes=model.embed.weight.element_size(), max_tokens=longest)
@@ -88,44 +81,6 @@ def engine_of(
         memory = torch.cuda.memory_allocated() / 1e9
         say(f"{made} graphs captured in {time.perf_counter() - began:.2f} s; {memory:.1f} GB")
     return engine
-
-
-class Passes:
-    """How the passes of one load go: what is printed of them, the slowest one, and when there were enough."""
-
-    def __init__(self, engine: Engine, limit: float, profiled: bool) -> None:
-        self._engine, self._limit, self._profiled = engine, limit, profiled
-        self.began = self._spoken = time.perf_counter()
-        self.count, self.tokens, self.slowest, self.where = 0, 0, 0.0, ""
-
-    def step(self) -> list[Any]:
-        """One pass; its updates."""
-        profile = cProfile.Profile() if self._profiled else None
-        began = time.perf_counter()
-        updates = self._engine.step() if profile is None else profile.runcall(self._engine.step)
-        ended = time.perf_counter()
-        self.count += 1
-        self.tokens += sum(len(update.tokens) for update in updates)
-        if ended - began > self.slowest:
-            self.slowest = ended - began
-            self.where = "" if profile is None else _lines(profile)
-        if ended - self._spoken >= SPOKEN:
-            self._spoken = ended
-            stats = self._engine.stats()
-            so_far = f"{self.count} passes, {self.tokens} tokens in {ended - self.began:.1f} s"
-            say(f"  {so_far}; slowest {self.slowest * 1e3:.0f} ms; {stats.num_running} run, {stats.num_waiting} wait")
-        return updates
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the load has had its time."""
-        return time.perf_counter() - self.began > self._limit
-
-
-def _lines(profile: cProfile.Profile) -> str:
-    text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(16)
-    return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
 
 
 def serve(
@@ -162,7 +117,7 @@ def serve(
     seconds = time.perf_counter() - passes.began
     found: dict[str, Any] = {"tokens": passes.tokens, "seconds": seconds, "tokens_per_s": passes.tokens / seconds}
     found |= {"first_token_s": median(firsts or [0.0]), "passes": passes.count, "slowest_ms": passes.slowest * 1e3}
-    found |= {"ms_per_pass": seconds / max(1, passes.count) * 1e3}
+    found |= {"ms_per_pass": seconds / max(1, passes.count) * 1e3} | passes.row()
     if waiting or under_way:
         found |= {"cut": f"{len(waiting)} requests had not begun, {under_way} had not ended"}
         for stream in streams:
@@ -176,22 +131,38 @@ def serve(
     return found
 
 
-def throughput(model: K3, report: Report, profiled: bool, step_tokens: int, prompt_interval: int) -> None:
-    """A row for each load; with graphs, and at two loads without."""
-    engine = engine_of(model, 256, 769, step_tokens)
-    engine._loop.scheduler._shares = Shares(prompt_interval)
+def share(engine: Engine, interval: int, step_tokens: int) -> str:
+    """From now on prompts have every so many passes of so many tokens (0: what suits the device)."""
+    scheduler = engine._loop.scheduler
+    asked = EngineConfig(engine.config.cache, step_tokens, prompt_interval=interval)
+    config = scheduler.config = resolved(asked, engine._loop.runner.model)
+    scheduler._shares = Shares(config.prompt_interval)
+    return f"interval {config.prompt_interval}, at most {config.step_tokens} tokens"
+
+
+def throughput(model: K3, report: Report, pairs: Sequence[tuple[int, int]]) -> None:
+    """At 256 requests at once, a row for each interval and number of tokens."""
+    at_once, count = MOST
+    engine = engine_of(model, at_once, 769)
+    share(engine, *pairs[0])
     say("first time, with what has to be compiled:", shown(serve(engine, mix(model.config, 40, seed=9), 16)))
+    say("once before it is timed:", shown(serve(engine, mix(model.config, 300, seed=8), at_once)))
+    arrivals = mix(model.config, count)
+    for pair in pairs:
+        how = share(engine, *pair)
+        report.add({"what": f"engine, {at_once} at once", "how": how} | serve(engine, arrivals, at_once))
+
+
+def loads(model: K3, report: Report, pair: tuple[int, int], profiled: bool) -> None:
+    """Fewer requests at once; then where the slowest pass's time goes."""
+    engine = engine_of(model, 64, 769)
+    how = share(engine, *pair)
+    serve(engine, mix(model.config, 20, seed=9), 16)
     for at_once, count in LOADS:
-        arrivals = mix(model.config, count)
-        if at_once == 256:
-            say("once before it is timed:", shown(serve(engine, mix(model.config, 300, seed=8), 256)))
-        report.add({"what": f"engine, {at_once} at once"} | serve(engine, arrivals, at_once))
+        found = serve(engine, mix(model.config, count), at_once, limit=8.0)
+        report.add({"what": f"engine, {at_once} at once", "how": how} | found)
     if profiled:
-        serve(engine, mix(model.config, 64, seed=7), 64, profiled=True, limit=5.0)
-    engine._loop.runner.decode = None
-    for at_once, count in ((1, 2), (256, 256)):
-        found = serve(engine, mix(model.config, count), at_once, limit=6.0)
-        report.add({"what": f"without graphs, {at_once} at once"} | found)
+        serve(engine, mix(model.config, 64, seed=7), 64, profiled=True, limit=4.0)
 
 
 def steady(model: K3, report: Report) -> None:
@@ -238,34 +209,31 @@ def steady(model: K3, report: Report) -> None:
 def prefix_hits(model: K3, report: Report) -> None:
     """Seconds to the first token of a prompt of 32K + 512 tokens: cold, and where the 32K have been asked about."""
     length = PREFIX_TOKENS + NEW_TOKENS
-    for step_tokens in (2048, 8192):
-        engine, draw = engine_of(model, 4, length + 64, step_tokens, 4 * length), Random(1)
-        prefix = [draw.randrange(1, 30000) for _ in range(PREFIX_TOKENS)]
-        params = SamplingParams(max_tokens=2, temperature=0)
+    engine, draw = engine_of(model, 4, length + 64, spare_tokens=4 * length, graphs=False), Random(1)
+    prefix = [draw.randrange(1, 30000) for _ in range(PREFIX_TOKENS)]
+    params = SamplingParams(max_tokens=2, temperature=0)
 
-        def first(prompt: list[int], tenant: str, engine: Engine = engine, params: SamplingParams = params) -> float:
-            stream = engine.submit(Request(prompt, params, tenant=tenant, turn_ends=[PREFIX_TOKENS]))
-            began = time.perf_counter()
-            while not stream.tokens:
-                engine.step()
-            seconds = time.perf_counter() - began
-            stream.result()
-            return seconds
+    def first(tenant: str) -> tuple[float, float, int]:
+        """Seconds, those until all was launched, passes."""
+        prompt = [*prefix, *(draw.randrange(1, 30000) for _ in range(NEW_TOKENS))]
+        stream = engine.submit(Request(prompt, params, tenant=tenant, turn_ends=[PREFIX_TOKENS]))
+        torch.cuda.synchronize()
+        passes = Passes(engine, MOST_SECONDS, False)
+        while not stream.tokens:
+            passes.step()
+        seconds, launched = time.perf_counter() - passes.began, sum(times[1] for times in passes.mixed)
+        stream.result()
+        return seconds, launched, passes.count
 
-        def fresh(draw: Random = draw, prefix: list[int] = prefix) -> list[int]:
-            return [*prefix, *(draw.randrange(1, 30000) for _ in range(NEW_TOKENS))]
-
-        first(fresh(), "warm")
-        cold = [first(fresh(), f"cold {n}") for n in range(2)]
-        first(fresh(), "hit")
-        hits = [first(fresh(), "hit") for _ in range(8)]
-        row = {"what": f"first token of 32K + 512, at most {step_tokens} tokens a pass", "cold_s": min(cold)}
-        row |= {"hit_s": median(hits), "hit_least_s": min(hits), "times": min(cold) / median(hits)}
-        report.add(row)
-        engine.close(write=False)
-        del engine, first
-        gc.collect()
-        torch.cuda.empty_cache()
+    say("first time, with what has to be compiled:", first("warm"), first("warm"))
+    cold = min(first(f"cold {n}") for n in range(2))
+    first("hit")
+    hits = sorted(first("hit") for _ in range(12))
+    hit = hits[len(hits) // 2]
+    row = {"what": "first token of 32K + 512", "cold_s": cold[0], "cold_passes": cold[2], "hit_s": hit[0]}
+    row |= {"hit_launched_s": hit[1], "hit_passes": hit[2], "hit_least_s": hits[0][0], "times": cold[0] / hit[0]}
+    report.add(row)
+    engine.close(write=False)
 
 
 def shared_prefixes(model: K3, report: Report) -> None:
@@ -275,7 +243,7 @@ def shared_prefixes(model: K3, report: Report) -> None:
     engine = engine_of(model, 256, longest, spare_tokens=8 * longest)
     firsts = {each.prefix: each.prompt[: bench_mix.PREFIX_TOKENS] for each in arrivals if each.prefix is not None}
     engine.generate([Request([*ids, 1], SamplingParams(max_tokens=1, temperature=0)) for ids in firsts.values()])
-    serve(engine, arrivals[:64], 64, apart=False)
+    serve(engine, arrivals[:64], 64, apart=False, limit=4.0)
     cached = {"what": "90 % shared, prefixes cached"} | serve(engine, arrivals, 256, apart=False)
     report.add(cached)
     alone: dict[str, Any] = {"what": "90 % shared, no prefix cached"} | serve(engine, arrivals, 256, apart=True)
@@ -350,8 +318,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=600.0, help="no part begins behind these, the peer apart")
-    parser.add_argument("--step-tokens", type=int, default=2048, help="most tokens of a pass")
-    parser.add_argument("--prompt-interval", type=int, default=1, help="passes of which one computes prompts")
+    parser.add_argument("--step-tokens", type=int, default=0, help="most tokens of a pass; 0: what a user gets")
+    parser.add_argument(
+        "--prompt-interval", type=int, default=0, help="passes of which one computes prompts; 0 as above"
+    )
+    parser.add_argument("--also", nargs="*", default=[], metavar="INTERVAL/TOKENS", help="other pairs of these two")
     parser.add_argument("--profile", action="store_true", help="also print where the slowest pass's time goes")
     parser.add_argument("--peer-site", default="")
     parser.add_argument("--peer-seconds", type=float, default=40.0)
@@ -363,17 +334,19 @@ def main(words: Sequence[str] | None = None) -> None:
     say("built", torch.cuda.get_device_name())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
     facts: dict[str, Any] = {"hardware": torch.cuda.get_device_name(), "versions": versions, "recipe": flags.recipe}
-    facts |= {"step_tokens": flags.step_tokens, "prompt_interval": flags.prompt_interval}
     facts |= {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "differences_of_the_peer": bench_mix.DIFFERENCES}
     report = Report(flags.out, facts)
-    parts: dict[str, Callable[[], None]] = {
-        "throughput": lambda: throughput(model, report, flags.profile, flags.step_tokens, flags.prompt_interval),
-        "long prefixes": lambda: prefix_hits(model, report),
-        "shared prefixes": lambda: shared_prefixes(model, report),
-        "steady decoding": lambda: steady(model, report),
-    }
+    pair = (flags.prompt_interval, flags.step_tokens)
+    pairs = [pair, *((int(n), int(most)) for n, _, most in (other.partition("/") for other in flags.also))]
+    parts: dict[str, Callable[[], None]] = {"throughput": lambda: throughput(model, report, pairs)}
     if flags.peer_site:
         parts["peer"] = lambda: peers(config.model, report, flags.peer_site, flags.peer_seconds)
+    parts |= {
+        "long prefixes": lambda: prefix_hits(model, report),
+        "shared prefixes": lambda: shared_prefixes(model, report),
+        "loads": lambda: loads(model, report, pair, flags.profile),
+        "steady decoding": lambda: steady(model, report),
+    }
     for name, part in parts.items():
         if name != "peer" and time.perf_counter() - BEGAN > flags.seconds:
             say("no time left for", name)
