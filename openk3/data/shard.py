@@ -13,11 +13,14 @@ import numpy as np
 from openk3.config.json_file import JsonError, read_json
 from openk3.data.documents import DataError, Document, Record
 from openk3.data.sources import Files, Joined, Source
+from openk3.data.text_shard import KIND as TEXT
+from openk3.data.text_shard import TextShard
 from openk3.inputs.images import MediaConfig
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.runtime.staging import staged_folder
 
 META, SUFFIX = "shard.json", ".shard"
+INDEX = "index.json"  # of a folder with one folder of shards for each domain
 _ARRAYS = ("ids", "targets", "starts", "pixels", "grids", "first_image")
 
 
@@ -123,17 +126,35 @@ def _mode(name: str) -> Any:
 
 
 def open_source(path: str | Path, tokenizer: Tokenizer | None = None) -> Source:
-    """The records at `path`: a shard, a folder of shards, or text and JSONL files.
+    """The records at `path`: a shard, a folder of shards or of such folders (with an index), or text and JSONL files.
 
     Raises DataError for a path without any, and for shards of another vocabulary than `tokenizer`'s.
     """
-    root = Path(path).expanduser()
-    found = [root] if (root / META).is_file() else sorted(root.glob(f"*{SUFFIX}")) if root.is_dir() else []
+    found = _shards(Path(path).expanduser())
     if not found:
         return Files(path)
-    shards = [Shard(shard) for shard in found]
-    wanted = vocabulary_digest(tokenizer) if tokenizer is not None else shards[0].vocabulary
+    shards = [_open(shard) for shard in found]
+    named = [shard.vocabulary for shard in shards if shard.vocabulary]
+    wanted = vocabulary_digest(tokenizer) if tokenizer is not None else next(iter(named), "")
     for shard in shards:
-        if shard.vocabulary != wanted:
+        if shard.vocabulary not in ("", wanted):
             raise DataError(f"{shard.name}: encoded with another tokenizer; name its own with --data.tokenizer")
     return shards[0] if len(shards) == 1 else Joined(shards)
+
+
+def _shards(root: Path) -> list[Path]:
+    if (root / META).is_file():
+        return [root]
+    if not root.is_dir():
+        return []
+    pattern = f"*/*{SUFFIX}" if (root / INDEX).is_file() else f"*{SUFFIX}"
+    return sorted(root.glob(pattern))
+
+
+def _open(path: Path) -> Shard | TextShard:
+    """A shard of token ids, or of text. Raises DataError."""
+    try:
+        is_text = read_json(path / META).get("kind") == TEXT
+    except (OSError, JsonError, AttributeError) as error:
+        raise DataError(f"{path}: not a shard, or damaged ({error}); write it again") from None
+    return TextShard(path) if is_text else Shard(path)

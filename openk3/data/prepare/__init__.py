@@ -1,0 +1,1 @@
+"""Raw text to training shards: read, filter, score, remove duplicates, label, write."""

@@ -1,0 +1,108 @@
+"""Quality: a linear model over hashed words and pairs of words says how likely a text is a good one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from openk3.data.documents import DataError
+from openk3.data.prepare.words import features
+from openk3.runtime.run_folder import write_atomic
+
+NUM_FEATURES = 1 << 16
+SCALE = 30.0  # of the mean that the model multiplies, so that its weights are of order one
+READ = 20_000  # characters that are judged
+SHIPPED = Path(__file__).resolve().parent.parent.parent / "shipped" / "quality" / "quality.safetensors"
+KINDS = ("prose", "code")
+_FORMAT = "openk3 quality 1"
+_COMMONEST = "the of and to in is that for it as was with be on by are this not or from"
+_ENGLISH = frozenset(_COMMONEST.split())
+
+
+@dataclass(frozen=True)
+class Linear:
+    """p(good) = sigmoid(bias + SCALE * mean of the weights of all features), weight float32 [NUM_FEATURES]."""
+
+    weight: np.ndarray
+    bias: float
+
+    def score(self, text: str) -> float:
+        """0 (bad) to 1 (good)."""
+        found = features(text[:READ], NUM_FEATURES)
+        value = self.bias + SCALE * float(self.weight[found].mean()) if len(found) else self.bias
+        return 1 / (1 + math.exp(-max(-60.0, min(60.0, value))))
+
+
+class Quality:
+    """One linear model for prose, one for code; either may be missing."""
+
+    def __init__(self, models: Mapping[str, Linear], card: Mapping[str, Any]) -> None:
+        """`card`: what it was trained on; with language "en" it judges no prose that is not English."""
+        self.models, self.card = dict(models), dict(card)
+
+    def score(self, text: str, domain: str) -> float | None:
+        """0..1, or None where there is no model for such a text."""
+        kind = "code" if domain == "code" else "prose"
+        if kind not in self.models:
+            return None
+        if kind == "prose" and self.card.get("language") == "en" and not is_english(text):
+            return None
+        return self.models[kind].score(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write weights as float16, and the card, into one safetensors file."""
+        tensors: dict[str, np.ndarray] = {}
+        for kind, model in self.models.items():
+            tensors[f"{kind}.weight"] = model.weight.astype(np.float16)
+            tensors[f"{kind}.bias"] = np.array([model.bias], np.float32)
+        about = {"format": _FORMAT, "card": json.dumps(self.card, sort_keys=True)}
+        write_atomic(Path(path), lambda temporary: save_file(tensors, temporary, metadata=about))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Quality:
+        """Read what `save` wrote. Raises DataError naming the file."""
+        try:
+            with safe_open(path, "numpy") as file:
+                about = file.metadata() or {}
+                if about.get("format") != _FORMAT:
+                    raise DataError(f"{path}: not a quality model; make one with `openk3 data train-quality`")
+                names = set(file.keys())
+                models = {
+                    kind: Linear(
+                        file.get_tensor(f"{kind}.weight").astype(np.float32),
+                        float(file.get_tensor(f"{kind}.bias")[0]),
+                    )
+                    for kind in KINDS
+                    if f"{kind}.weight" in names
+                }
+                card = json.loads(about["card"])
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such file; --quality takes 'default', 'off' or a model's file") from None
+        except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{path}: not a quality model, or damaged ({error})") from None
+        if any(len(model.weight) != NUM_FEATURES for model in models.values()):
+            raise DataError(f"{path}: not a quality model of this version; train it again")
+        return cls(models, card)
+
+
+def open_quality(name: str) -> Quality | None:
+    """The model that --quality names: the shipped one, none, or a file's. Raises DataError."""
+    if name == "off":
+        return None
+    return Quality.load(SHIPPED if name == "default" else Path(name).expanduser())
+
+
+def is_english(text: str) -> bool:
+    """Whether at least one of 20 words is among the 20 commonest of English."""
+    words = text[:READ].lower().split()
+    return 20 * sum(word in _ENGLISH for word in words) >= len(words)
