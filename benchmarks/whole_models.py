@@ -79,6 +79,19 @@ def time_to_loss(options: argparse.Namespace, folder: Path) -> Rows:
     return loss_rows(results)
 
 
+def recorded_loss(gpu: str) -> Rows:
+    """The rows of the newest results of `time_to_loss.py` that this kind of GPU has; each says when they were made.
+
+    Raises FileNotFoundError if there are none.
+    """
+    folder = Path(__file__).resolve().parent / "results"
+    for path in sorted(folder.glob("time_to_loss-*.json"), key=lambda path: path.stem[-10:], reverse=True):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if results["gpu"] == gpu:
+            return [row | {"measured": f"{path.name}, commit {results['commit']}"} for row in loss_rows(results)]
+    raise FileNotFoundError(f"no results of time_to_loss.py on a {gpu}")
+
+
 def loss_rows(results: dict[str, Any]) -> Rows:
     """From the script's results: means over seeds; the K3's time is the baseline's over the advantage in seconds."""
     titles = importlib.import_module("loss_curves").TITLES
@@ -105,7 +118,7 @@ def engine(options: argparse.Namespace, folder: Path) -> Rows:
     if not wanted(options, "engine"):
         return []
     words = ["--recipe", "tiny" if options.small else "small", "--out", str(folder / "engine.json")]
-    words += ["--peer-site", str(options.peers)] if options.peers is not None else []
+    words += ["--peer-site", str(options.peers[-1])] if options.peers else []
     importlib.import_module("engine_gpu").main(words)
     path = folder / "engine.json"  # not there if no part of it gave a row
     return engine_rows(json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else [])

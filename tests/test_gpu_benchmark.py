@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import engine_gpu  # noqa: E402
+import experts  # noqa: E402
 import gpu  # noqa: E402
+import gpu_report  # noqa: E402
 import hybrid_decode  # noqa: E402
+import kimi_linear  # noqa: E402
+import latent_moe  # noqa: E402
 import residuals  # noqa: E402
+import situ  # noqa: E402
 import time_to_loss  # noqa: E402
+import train_rows  # noqa: E402
 import whole_models  # noqa: E402
 
 from openk3.model import k3  # noqa: E402
@@ -54,12 +61,122 @@ def test_rows_and_tables(tmp_path: Path) -> None:
 def test_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is named with its reason; the exit status says so."""
     row = {"work": "train tiny 2x64", "ours_ms": 3.0, "tokens_per_s": 2e4, "mfu": 0.25, "floor_ms": None}
-    monkeypatch.setattr(gpu, "of_training", lambda options: [row])
+    monkeypatch.setattr(train_rows, "rows", lambda options, keep: [row])
     monkeypatch.setattr(gpu, "of_script", lambda part, options: 1 / 0)
     assert gpu.main([*TRIAL, "--parts", "mla", "train", "--out", str(tmp_path)]) == 1
     found, text = results(tmp_path)
     assert found["failed"] == {"mla": "ZeroDivisionError: division by zero"} and len(found["rows"]) == 1
-    assert "| train tiny 2x64 | 3.000 | 20,000 | 25.0% |" in text and "Failed: mla" in text
+    assert "| train tiny 2x64 | 3.000 | 20,000 | 25.0% | - |" in text and "Failed: mla" in text
+
+
+def test_what_there_is_no_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is left out and named, and what is short still runs; without --small, which is never short of time."""
+    monkeypatch.setattr(gpu, "of_script", lambda part, options: [{"work": part, "ours_ms": 1.0}])
+    monkeypatch.setattr(train_rows, "rows", lambda options, keep: 1 / 0)
+    words = ["--device", "cpu", "--parts", "train", "mla", "situ", "--seconds", str(gpu.SECONDS["situ"] + 10)]
+    assert gpu.main([*words, "--out", str(tmp_path)]) == 0
+    found, text = results(tmp_path)
+    assert [row["work"] for row in found["rows"]] == ["situ"] and set(found["left_out"]) == {"train", "mla"}
+    assert "Left out: train: takes about" in text
+
+
+def test_where_the_gpu_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in this one's place goes on with the other parts, and keeps what was found; so where a part hangs."""
+    runs: list[list[str]] = []
+
+    class Replaced(BaseException):
+        """This process is no more."""
+
+    def replace(program: str, words: list[str]) -> None:
+        runs.append(words)
+        raise Replaced
+
+    monkeypatch.setattr(gpu.os, "execv", replace)
+    monkeypatch.setattr(gpu, "released", lambda options: False)
+    monkeypatch.setattr(gpu, "of_script", lambda part, options: [{"work": part, "ours_ms": 1.0}])
+    words = [*TRIAL, "--parts", "situ", "mla", "decode", "--out", str(tmp_path)]
+    with pytest.raises(Replaced):
+        gpu.main(words)
+    (again,) = runs
+    assert again[again.index("--parts", again.index("--out")) + 1 :][:2] == ["mla", "decode"]
+    monkeypatch.setattr(gpu, "released", lambda options: True)
+    assert gpu.main(again[again.index("--device") :]) == 0
+    found, _ = results(tmp_path)
+    assert [row["part"] for row in found["rows"]] == ["situ", "mla", "decode"]
+
+    over = threading.Event()
+    with gpu.Watch("situ", 0.01, over.set):
+        assert over.wait(30)
+    with gpu.Watch("situ", 1000, over.clear):
+        assert over.is_set()
+
+
+def test_training_rows(tmp_path: Path) -> None:
+    """A step by its operations, and what waits for the backward pass; nothing that needs a GPU on a CPU."""
+    assert gpu.main([*TRIAL, "--parts", "train", "--out", str(tmp_path)]) == 0
+    found, text = results(tmp_path)
+    (row,) = found["rows"]
+    assert row["work"] == "train tiny 2x64" and len(row["steps_ms"]) == 1 and row["goal_ms"] is None
+    assert row["tokens_per_s"] == pytest.approx(128e3 / row["ours_ms"]) and "mfu" not in row
+    assert {"optimizer", "experts", "KDA"} <= {each["name"] for each in row["operations"]}
+    assert sum(each["seconds"] for each in row["operations"]) == pytest.approx(row["busy_ms"] / 1e3)
+    assert row["saved_bytes"] and "Kernels of one micro-batch of train tiny 2x64" in text
+
+
+def test_experts_and_activations(tmp_path: Path) -> None:
+    """Rows of routed experts alone and of MXFP8, SiTU, and the peer's model, by definitions on a CPU."""
+    words = ["--parts", "experts", "situ", "kimi_linear", "--out", str(tmp_path)]
+    assert gpu.main([*TRIAL, *words]) == 0
+    found, _ = results(tmp_path)
+    by_name = {row["work"]: row for row in found["rows"]}
+    assert len(by_name) == len(experts.ROWS) + len(situ.ROWS) + len(kimi_linear.TRIAL)
+    assert all(row["ours_ms"] > 0 and "error" not in row for row in by_name.values())
+    few = by_name["experts in MXFP4, released widths, 112 experts, T=16"]
+    assert few["goal_ms"] == pytest.approx(few["floor_ms"] / 0.75) and 2 <= few["experts"] <= 8
+    many = by_name["experts in MXFP4, small, T=65536"]
+    assert many["goal_ms"] == pytest.approx(many["bf16_ms"] / 0.7) and many["floor_ms"] is None
+    forward, both = (by_name[situ.small(row).name] for row in (situ.ROWS[0], situ.ROWS[3]))
+    assert both["floor_ms"] == pytest.approx(8 / 3 * forward["floor_ms"]) and both["errors"]["ours"] < 1e-2
+
+
+def test_experts_of_a_definition() -> None:
+    """What is timed on a CPU sums each token's experts, with gradients for all weights."""
+    row = experts.small(experts.Row("bf16", "small", 65536, *experts.SMALL, True))
+    device = torch.device("cpu")
+    moe, z_TC = latent_moe.build(row.layer, device)
+    routes = experts.routed(moe, row, 0, device)
+    out = experts.both_ways(experts.ours(moe, row, z_TC, routes), [z_TC, *moe.experts.parameters()], z_TC.detach())
+    want = torch.zeros_like(z_TC)
+    with torch.no_grad():
+        for t, ids in enumerate(routes.expert_ids_Tk.tolist()):
+            for e in ids:
+                want[t] += moe.experts(z_TC[t : t + 1], torch.arange(row.E).eq(e).long())[0]
+    assert torch.allclose(out, want, atol=0.05, rtol=0.05)
+
+
+def test_report() -> None:
+    """Goals with their verdicts first; ratios to peers, memory by way, and what another run measured."""
+    rows = [
+        {"part": "a", "work": "fast", "ours_ms": 1.0, "goal_ms": 2.0, "torch_ms": 3.0, "peak_gb": {"ours": 1.5}},
+        {"part": "a", "work": "slow", "ours_ms": 4.0, "goal_ms": 2.0, "goal_of_roofline_ms": 5.0, "peak_gb": 7.0},
+        {"part": "b", "work": "broken", "ours_ms": None, "goal_ms": 2.0, "error": "RuntimeError: no"},
+        {"part": "b", "work": "old", "ours_ms": 1.0, "failed": {"nemo": "gone"}, "measured": "old.json"},
+    ]
+    facts = {"gpu": "X", "date": "today", "versions": {"torch": "2"}, "commit": "abc", "failed": {}, "rows": rows}
+    text = gpu_report.markdown(facts)
+    assert "2 of 3 met." in text and "| slow, 70 % of the roofline | 4.000 | 5.000 | met |" in text
+    assert "| fast | 1.000 | 3.000 | 2.000 | - | 3.00 | 1.5 | met |" in text and "torch / openk3" in text
+    assert "| slow | 4.000 | - | 2.000 | 5.000 | - | 7.0 | missed |" in text
+    for line in ("- broken: RuntimeError: no", "- old: nemo failed: gone", "measured in another run: old.json"):
+        assert line in text
+
+
+def test_time_to_loss_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the newest results of the same GPU say where they are from; without any there is none."""
+    rows = whole_models.recorded_loss("NVIDIA H200")
+    assert rows and all(row["measured"].startswith("time_to_loss-h200-") and row["ratio"] > 0 for row in rows)
+    with pytest.raises(FileNotFoundError, match="on a B200"):
+        whole_models.recorded_loss("B200")
 
 
 def test_residuals(tmp_path: Path) -> None:
@@ -172,13 +289,15 @@ def test_rows_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ([*TRIAL, "--parts", "decode", "engine"], "--parts engine: needs a GPU; openk3 bench serve"),
         ([*TRIAL, "--tokens", "nowhere.xz"], "--tokens: no such file: nowhere.xz"),
         ([*TRIAL, "--peers", "nowhere"], "--peers: no such folder: nowhere"),
+        ([*TRIAL, "--onto", "nowhere"], "--onto: no such file: nowhere"),
+        ([*TRIAL, "--seconds", "0"], "--seconds: must be positive, got 0"),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_first_part(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not after minutes on a machine that is lent, nor by a traceback."""
-    monkeypatch.setattr(gpu, "run", lambda options: 1 / 0)
+    monkeypatch.setattr(gpu, "run", lambda *given: 1 / 0)
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as end:
         gpu.main(words)
