@@ -169,7 +169,7 @@ def steady(model: K3, report: Report) -> None:
     """Passes of decoding alone at a context of 4K: how long, and how much of it the host takes before and behind."""
     for at_once in (1, 64, 256):
         engine, draw = engine_of(model, at_once, 4352, 16384, graphs=False), Random(at_once)
-        prompt = [draw.randrange(1, 30000) for _ in range(4096)]
+        prompt = [draw.randrange(1, model.config.text.vocab_size // 2) for _ in range(4096)]
         params = SamplingParams(max_tokens=200, temperature=0)
         for n in range(at_once):
             engine.submit(Request([*prompt, n + 1], params))
@@ -210,12 +210,12 @@ def prefix_hits(model: K3, report: Report) -> None:
     """Seconds to the first token of a prompt of 32K + 512 tokens: cold, and where the 32K have been asked about."""
     length = PREFIX_TOKENS + NEW_TOKENS
     engine, draw = engine_of(model, 4, length + 64, spare_tokens=4 * length, graphs=False), Random(1)
-    prefix = [draw.randrange(1, 30000) for _ in range(PREFIX_TOKENS)]
+    prefix = [draw.randrange(1, model.config.text.vocab_size // 2) for _ in range(PREFIX_TOKENS)]
     params = SamplingParams(max_tokens=2, temperature=0)
 
     def first(tenant: str) -> tuple[float, float, int]:
         """Seconds, those until all was launched, passes."""
-        prompt = [*prefix, *(draw.randrange(1, 30000) for _ in range(NEW_TOKENS))]
+        prompt = [*prefix, *(draw.randrange(1, model.config.text.vocab_size // 2) for _ in range(NEW_TOKENS))]
         stream = engine.submit(Request(prompt, params, tenant=tenant, turn_ends=[PREFIX_TOKENS]))
         torch.cuda.synchronize()
         passes = Passes(engine, MOST_SECONDS, False)
