@@ -71,6 +71,7 @@ def our_pass(model: K3, config: PretrainConfig, training: bool) -> Callable[[], 
     """A call that computes the logits of the last tokens, or the loss and all gradients."""
     device = model.embed.weight.device
     (plain,) = random_batches(config)
+    plain = plain.expand(config.model.media_placeholder_token_id)  # on a GPU that would wait for its work
     packed = plain.to(device)
     remember_integers(packed.cu_seqlens, plain.cu_seqlens.tolist())
     last_N = (packed.cu_seqlens[1:] - 1).long()
