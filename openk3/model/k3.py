@@ -14,6 +14,7 @@ from openk3.config.model import ModelConfig
 from openk3.inputs.packed import MediaItem, Packed
 from openk3.model.cache import Cache, DenseCache, Sequences
 from openk3.model.depth import DepthQuery, open_stream
+from openk3.model.few_step import few_hidden
 from openk3.model.hf import from_pretrained, save_pretrained
 from openk3.model.init import allocate, initialize, keeping_float32
 from openk3.model.layer import Layer
@@ -146,10 +147,7 @@ class K3(nn.Module):
         if cache is not None:
             cache.check(sequences)
         with _recording(cache):
-            depth = open_stream(x_TD, self.config.text, self.depth_queries(), trace)
-            for i, layer in enumerate(self.layers):
-                layer(depth, sequences, None if cache is None else cache.layers[i], trace)
-            h_TD = depth.read(self.output_query)
+            h_TD = _through_layers(self, x_TD, sequences, cache, trace)
         if cache is not None:
             cache.commit(sequences)
         return h_TD
@@ -196,6 +194,18 @@ class K3(nn.Module):
 def _recording(cache: object) -> torch.set_grad_enabled:
     """Gradients as the caller has them, none with a cache."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and cache is None)
+
+
+def _through_layers(model: K3, x_TD: Tensor, sequences: Sequences, cache: Cache | None, trace: Trace) -> Tensor:
+    """`backbone` between cache checks."""
+    if cache is not None and trace is NO_TRACE:
+        h_TD = few_hidden(x_TD, model.layers, model.config.text, cache.layers, model.output_query)
+        if h_TD is not None:
+            return h_TD
+    depth = open_stream(x_TD, model.config.text, model.depth_queries(), trace)
+    for i, layer in enumerate(model.layers):
+        layer(depth, sequences, None if cache is None else cache.layers[i], trace)
+    return depth.read(model.output_query)
 
 
 def _expand(model: K3, packed: Packed) -> Packed:

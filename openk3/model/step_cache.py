@@ -16,6 +16,7 @@ from torch import Tensor
 from openk3.config.model import ModelConfig
 from openk3.model.cache import Sequences
 from openk3.ops.backend import pick
+from openk3.ops.few.states import StatePlaces
 from openk3.ops.kda.decode import DecodePool, DecodeWeights, Projected, decode_kda
 from openk3.ops.mla.reference import absorbed_attention
 
@@ -79,6 +80,10 @@ class OneTokenStates(ABC):
     def decode(self, projected: Projected, output_gate_NC: Tensor, weights: DecodeWeights) -> Tensor:
         """Move states and windows of the step's sequences on, in place; gated outputs [N, H * V]."""
 
+    def state_places(self) -> StatePlaces | None:
+        """Where states and windows of the step's sequences lie, if kernels of this package may move them on there."""
+        return None
+
 
 class StepStates(OneTokenStates):
     """One KDA layer's pool of states and windows."""
@@ -89,6 +94,12 @@ class StepStates(OneTokenStates):
     def decode(self, projected: Projected, output_gate_NC: Tensor, weights: DecodeWeights) -> Tensor:
         """At the slots of the step."""
         return decode_kda(projected, output_gate_NC, weights, self.pool, self._owner.step.slot_N)
+
+    def state_places(self) -> StatePlaces:
+        """The pool, and the slots of the step."""
+        state_SHKV, *windows = self.pool.tensors()
+        q, k, v = windows
+        return StatePlaces(state_SHKV, (q, k, v), self._owner.step.slot_N)
 
 
 class StepLatents:
@@ -108,6 +119,12 @@ class StepLatents:
         """The memory, and in it page and row of each sequence's new latent, integers [N]."""
         step = self._owner.step
         return self.memory_PTC, step.target_N, step.row_N
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The memory, each sequence's pages [N, P], and how many tokens it has, the new one included; int32."""
+        step = self._owner.step
+        return self.memory_PTC, step.page_NP, step.length_N
 
     def read(self, q_latent_NHC: Tensor, q_shared_NHR: Tensor, scale: float) -> Tensor:
         """`attend`, when the new latents are in memory."""

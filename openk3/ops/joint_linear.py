@@ -24,14 +24,14 @@ def joint_linear(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     and without gradients, weights that lie one behind the other in memory are one product, whose parts are returned.
     Raises what `F.linear` raises for shapes and dtypes that do not fit.
     """
-    if len(x_TD) <= FEW and not torch.is_grad_enabled() and (whole := _as_one(weights)) is not None:
+    if len(x_TD) <= FEW and not torch.is_grad_enabled() and (whole := as_one(weights)) is not None:
         return linear(x_TD, whole).split([len(weight) for weight in weights], -1)
     if torch.is_autocast_enabled(x_TD.device.type) or len(weights) == 1:
         return tuple(F.linear(x_TD, weight) for weight in weights)
     return apply(_JointLinear, x_TD, *weights)
 
 
-def _as_one(weights: Sequence[Tensor]) -> Tensor | None:
+def as_one(weights: Sequence[Tensor]) -> Tensor | None:
     """The weights as one, if each begins where the one before it ends."""
     first, width, rows = weights[0], weights[0].shape[-1], 0
     for weight in weights:

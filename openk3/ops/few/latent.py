@@ -26,6 +26,9 @@ class LatentWeights:
 
 # memory of latents [pages, tokens of a page, C+R]; page and row in it of each sequence's new latent, integers [N]
 Places = tuple[Tensor, Tensor, Tensor]
+# that memory; the pages of each sequence [N, P], int32; how many tokens it has [N], int32, the newest included
+Latents = tuple[Tensor, Tensor, Tensor]
+MOST_KEYS = 16384  # that `attend_alone` takes
 Attend = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -61,6 +64,40 @@ def step_few(
     q_latent_NHC = _absorb(q_NC, joint_NC, weights, places)
     q_shared_NHR = q_NC.unflatten(-1, (weights.heads, -1))[..., weights.nope :]
     return _values(attend(q_latent_NHC, q_shared_NHR), gate_NC, weights, joint_NC.dtype)
+
+
+def attends_alone(q_latent_NHC: Tensor, latents: Latents) -> bool:
+    """Whether `attend_alone` runs: one sequence, with room for no more tokens than few programs walk through."""
+    memory, page_NP, _ = latents
+    return (
+        len(q_latent_NHC) == len(page_NP) == 1
+        and memory.shape[1] * page_NP.shape[1] <= MOST_KEYS
+        and memory.dtype == q_latent_NHC.dtype
+    )
+
+
+def attend_alone(q_latent_1HC: Tensor, q_shared_1HR: Tensor, latents: Latents, scale: float) -> Tensor:
+    """Contexts [1, H, C] in float32 of the newest token of one sequence, whose latent is in memory already.
+
+    As `ops.mla.latent_decode.latent_attention` does it, by two launches that start early.
+    """
+    from openk3.ops.few.attend_kernel import attend_kernel, attend_settings, join_kernel, join_settings
+    from openk3.ops.mla.attention_views import LOG2E
+
+    memory, page_NP, length_N = latents
+    (_, H, C), shared = q_latent_1HC.shape, q_shared_1HR.shape[2]
+    known, warps = attend_settings(H, C, shared, memory.element_size())
+    runs = known["RUNS"]
+    parts = torch.empty(runs, H, C, dtype=torch.float32, device=memory.device)
+    logs, out = parts.new_empty(runs, H), parts.new_empty(1, H, C)
+    page = memory.shape[1] if page_NP.shape[1] > 1 else 2**30
+    known |= {"SHARED_STRIDE": q_shared_1HR.stride(1), "PAGE": page, "PRECISION": "tf32x3"}
+    numbers = scale * LOG2E, *memory.stride()[:2]
+    tensors = q_latent_1HC, q_shared_1HR, memory, page_NP, length_N, parts, logs, *numbers
+    run(attend_kernel, runs, tensors, (known, warps), like=memory)
+    known, warps = join_settings(H, C)
+    run(join_kernel, H * blocks_of(C, known["B"]), (parts, logs, out), (known, warps), like=memory)
+    return out
 
 
 def _absorb(q_NC: Tensor, joint_NC: Tensor, weights: LatentWeights, places: Places) -> Tensor:

@@ -34,6 +34,11 @@ def linear(x_TD: Tensor, weight_OD: Tensor, norm: tuple[Tensor, float] | None = 
     return F.linear(x_TD if norm is None else rms_norm(x_TD, *norm), weight_OD)
 
 
+def add_linear(x_TD: Tensor, weight_OD: Tensor, into_TO: Tensor, *, add: bool) -> None:
+    """into = x W^T [T, O], rounded, or unless `add` is False plus what it was; `takes` must hold for x."""
+    _launch(x_TD, weight_OD, None, into_TO, into_TO if add else None)
+
+
 def through(layer: nn.Module, x_TD: Tensor) -> Tensor:
     """layer(x); `linear` where the layer is nothing but its weight."""
     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
@@ -43,16 +48,22 @@ def through(layer: nn.Module, x_TD: Tensor) -> Tensor:
 
 
 def _by_kernel(x_TD: Tensor, weight_OD: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    out = x_TD.new_empty(len(x_TD), len(weight_OD))
+    _launch(x_TD, weight_OD, norm, out, None)
+    return out
+
+
+def _launch(
+    x_TD: Tensor, weight_OD: Tensor, norm: tuple[Tensor, float] | None, out: Tensor, before: Tensor | None
+) -> None:
     from openk3.ops.few.product_kernel import linear_kernel, shape_for, tokens_for
 
     (T, D), O = x_TD.shape, len(weight_OD)
     how = shape_for(O, D)
-    out = x_TD.new_empty(T, O)
     weight, eps = (None, 0.0) if norm is None else norm
-    tensors = x_TD, weight, weight_OD, out, T, eps
+    tensors = x_TD, weight, weight_OD, before, out, T, eps
     constants = {"STRIDE": x_TD.stride(0), "ROWS": O, "K": D} | how.constants | tokens_for(T, how)
     run(linear_kernel, blocks_of(O, how.rows), tensors, (constants, how.warps), like=x_TD)
-    return out
 
 
 def blocks_of(size: int, block: int) -> int:

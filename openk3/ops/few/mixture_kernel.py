@@ -19,6 +19,7 @@ from openk3.ops.few.product_kernel import (
     store_rows,
     tokens_for,
     wait_for_inputs,
+    wait_then_release,
 )
 from openk3.ops.latent_moe.route_kernel import LOWEST, _ordered, _sigmoid
 from openk3.ops.situ_kernel import situ_value
@@ -67,57 +68,54 @@ def project_kernel(
 
 @triton.jit
 def _choose(
-    logits, bias, choice, E: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, WARPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    logits, bias, E: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr, EXPERTS: tl.constexpr,
+    WARPS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """(expert of that choice, its score, the sum of all chosen scores) of a token, as `route_kernel` chooses.
+    """(experts [MANY] of a token, their scores, the sum of these), as `route_kernel` chooses; WAIT for the logits.
 
-    Every warp does all of it: nothing goes through shared memory until the end.
+    MANY: choices, to a power of two. Every warp does all of it: nothing goes through shared memory until the end.
     """
     lane = tl.arange(0, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     there = lane < E
     shift = tl.load(bias + lane, mask=there, other=0.0)
-    wait_for_inputs(EARLY)
+    wait_then_release(WAIT)
     score = _sigmoid(tl.load(logits + lane, mask=there, other=0.0))
     key = tl.maximum(_ordered(score + shift), LOWEST + 1).to(tl.int64)
     # Of equal keys the lower index wins.
     both = tl.where(there, (key << 32) | (EXPERTS - 1 - lane).to(tl.int64), TAKEN)
-    mine = tl.full([WARPS, 1], TAKEN, tl.int64)
-    for i in range(CHOICES):
+    choice = tl.arange(0, MANY)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    mine = tl.full([WARPS, MANY], 0, tl.int32)
+    own = tl.zeros([WARPS, MANY], tl.float32)
+    for i in tl.static_range(CHOICES):
         top = tl.max(both, 1)[:, None]
-        mine = tl.where(i == choice, top, mine)
-        both = tl.where(both == top, TAKEN, both)
-    expert = EXPERTS - 1 - (mine & 0xFFFFFFFF).to(tl.int32)
-    own = tl.sum(tl.where(lane == expert, score, 0.0), 1)
+        chosen = both == top
+        mine = tl.where(choice == i, EXPERTS - 1 - (top & 0xFFFFFFFF).to(tl.int32), mine)
+        own = tl.where(choice == i, tl.sum(tl.where(chosen, score, 0.0), 1)[:, None], own)
+        both = tl.where(chosen, TAKEN, both)
     total = tl.sum(tl.where((both == TAKEN) & there, score, 0.0), 1)
-    return tl.max(tl.max(expert, 1), 0), tl.max(own, 0), tl.max(total, 0)
+    return tl.max(mine, 0), tl.max(own, 0), tl.max(total, 0)
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit
 def choose_kernel(
-    latents, logits, bias, w1, w3, ids, weights, act, scale,
-    E: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    latents, logits, bias, w1, w3, act,
+    E: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr, EXPERTS: tl.constexpr,
     I: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
     K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """act [tokens * choices, I] = SiTU-GLU(w1 z, w3 z) of each token's experts; ids and weights of the choice."""
+    """act [tokens * choices, I] = SiTU-GLU(w1 z, w3 z) of each token's experts."""
     BLOCKS: tl.constexpr = (I + R - 1) // R
     pair, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    token, choice = pair // CHOICES, pair % CHOICES
-    expert, own, total = _choose(logits + token.to(tl.int64) * E, bias, choice, E, CHOICES, EXPERTS, WARPS, EARLY)
-    if block == 0:
-        weight = own
-        if RENORMALIZE and CHOICES > 1:
-            weight = own / (total + 1e-20)
-        tl.store(weights + pair, weight * scale)
-        tl.store(ids + pair, expert)
+    token = (pair // CHOICES).to(tl.int64)
+    experts, _, _ = _choose(logits + token * E, bias, E, CHOICES, MANY, EXPERTS, WARPS, EARLY)
+    expert = tl.sum(tl.where(tl.arange(0, MANY) == pair % CHOICES, experts, 0), 0)
     row = block * R + tl.arange(0, R)
     begin = expert.to(tl.int64) * (I * K)
     opened = load_rows(w1 + begin, row, I, K, CHUNKS, CHUNK)
     carried = load_rows(w3 + begin, row, I, K, CHUNKS, CHUNK)
     one = tl.arange(0, 1)
-    z = latents + token.to(tl.int64) * K
+    z = latents + token * K
     SHORT: tl.constexpr = act.dtype.element_ty == tl.bfloat16
     g = dots(opened, z, K, one, 1, None, 0.0, K, CHUNKS, CHUNK, R)
     u = dots(carried, z, K, one, 1, None, 0.0, K, CHUNKS, CHUNK, R)
@@ -125,39 +123,62 @@ def choose_kernel(
 
 
 @triton.jit
+def _load_chosen(w2, expert, row, C: tl.constexpr, K: tl.constexpr, c, CHUNK: tl.constexpr):
+    """Piece c of some rows of some experts' matrices [R, MANY, CHUNK]; experts below 0 are none."""
+    column = c * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+    live = (row < C)[:, None, None] & (expert >= 0)[None, :, None] & (column < K)
+    return tl.load(
+        w2 + (expert.to(tl.int64)[None, :, None] * C + row[:, None, None]) * K + column, mask=live, other=0.0
+    )
+
+
+@triton.jit(do_not_specialize=["scale"])
 def gather_kernel(
-    act, w2, ids, weights, sums,
-    C: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr,
+    act, w2, logits, bias, sums, scale,
+    E: tl.constexpr, C: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr, EXPERTS: tl.constexpr,
+    WARPS: tl.constexpr, RENORMALIZE: tl.constexpr, AHEAD: tl.constexpr,
     K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """sums [tokens, C]: each token's experts' outputs, rounded, times weights. MANY: choices, to a power of two."""
+    """sums [tokens, C]: each token's experts' outputs, rounded, times weights.
+
+    The choice is made anew before the wait: its logits were there when the kernel in front began. AHEAD: all rows of
+    w2 are read before the wait, too.
+    """
     BLOCKS: tl.constexpr = (C + R - 1) // R
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.program_id(0) % BLOCKS * R + tl.arange(0, R)
-    wait_for_inputs(EARLY)
+    expert, weight, total = _choose(logits + token * E, bias, E, CHOICES, MANY, EXPERTS, WARPS, False)
     choice = tl.arange(0, MANY)
-    pair = token * CHOICES + choice
-    expert = tl.load(ids + pair, mask=choice < CHOICES, other=0).to(tl.int64)
-    total = tl.zeros([R, MANY, CHUNK], tl.float32)
+    expert = tl.where(choice < CHOICES, expert, -1)
+    if RENORMALIZE and CHOICES > 1:
+        weight = weight / (total + 1e-20)
+    pieces = ()
+    if AHEAD:
+        for c in tl.static_range(CHUNKS):
+            pieces = pieces + (_load_chosen(w2, expert, row, C, K, c, CHUNK),)
+    wait_for_inputs(EARLY)
+    found = tl.zeros([R, MANY, CHUNK], tl.float32)
     for c in tl.static_range(CHUNKS):
         column = c * CHUNK + tl.arange(0, CHUNK)[None, None, :] + tl.zeros([R, 1, 1], tl.int32)
         live = (choice < CHOICES)[None, :, None] & (column < K)
-        at = (expert[None, :, None] * C + row[:, None, None]) * K + column
-        matrix = tl.load(w2 + at, mask=live & (row < C)[:, None, None], other=0.0)
-        values = tl.load(act + pair[None, :, None] * K + column, mask=live, other=0.0)
-        total += matrix.to(tl.float32) * values.to(tl.float32)
-    y = tl.sum(total, 2).to(sums.dtype.element_ty).to(tl.float32)
-    y *= tl.load(weights + pair, mask=choice < CHOICES, other=0.0)[None, :]
-    tl.store(sums + token * C + row, tl.sum(y, 1).to(sums.dtype.element_ty), mask=row < C)
+        values = tl.load(act + (token * CHOICES + choice)[None, :, None] * K + column, mask=live, other=0.0)
+        matrix = pieces[c] if AHEAD else _load_chosen(w2, expert, row, C, K, c, CHUNK)
+        found += matrix.to(tl.float32) * values.to(tl.float32)
+    y = tl.sum(found, 2).to(sums.dtype.element_ty).to(tl.float32)
+    y = tl.sum(tl.where(choice < CHOICES, weight * scale, 0.0)[None, :] * y, 1)
+    tl.store(sums + token * C + row, y.to(sums.dtype.element_ty), mask=row < C)
 
 
 @triton.jit(do_not_specialize=["tokens", "eps"])
 def finish_kernel(
-    sums, norm, up, act, down, out, tokens, eps,
+    sums, norm, up, act, down, before, out, tokens, eps,
     ROWS: tl.constexpr, C: tl.constexpr, C_CHUNKS: tl.constexpr, S: tl.constexpr, S_CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, PASSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out = RMSNorm(sums) up^T + what the shared experts give, act down^T rounded, if there are any."""
+    """out = RMSNorm(sums) up^T + what the shared experts give, act down^T rounded, if there are any.
+
+    Added to `before`, if given, which may be `out`.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     routed = load_rows(up, row, ROWS, C, C_CHUNKS, CHUNK)
     if act is not None:
@@ -169,7 +190,7 @@ def finish_kernel(
         if act is not None:
             other = dots(shared, act, S, token, tokens, None, 0.0, S, S_CHUNKS, CHUNK, R)
             value += other.to(out.dtype.element_ty).to(tl.float32)
-        store_rows(out, value, token, tokens, row, ROWS)
+        store_rows(out, value, token, tokens, row, ROWS, before)
 
 
 def project_settings(depth: int, tokens: int) -> tuple[dict[str, int], int]:
@@ -178,17 +199,30 @@ def project_settings(depth: int, tokens: int) -> tuple[dict[str, int], int]:
     return {"K": depth} | how.constants | tokens_for(tokens, how), how.warps
 
 
-def choose_settings(experts: int, depth: int, rows: int) -> tuple[dict[str, int], int]:
-    """(constants, warps) of `choose_kernel`."""
+def _choice(experts: int, choices: int, warps: int) -> dict[str, int]:
+    """Constants of `_choose`."""
+    power = triton.next_power_of_2
+    return {
+        "E": experts,
+        "CHOICES": choices,
+        "MANY": power(choices),
+        "EXPERTS": max(32, power(experts)),
+        "WARPS": warps,
+    }
+
+
+def choose_settings(experts: int, choices: int, depth: int, rows: int, tokens: int) -> tuple[dict[str, int], int]:
+    """(constants, warps) of `choose_kernel`: with more tokens a program takes more rows for each choice it makes."""
     how = shape_for(min(rows, 2048), depth, 2)
-    known = {"E": experts, "EXPERTS": max(32, triton.next_power_of_2(experts)), "WARPS": how.warps}
-    return known | {"K": depth} | how.constants, how.warps
+    R = how.rows * (2 if tokens * choices > 8 and 4 * depth <= 3072 else 1)
+    return {"K": depth} | how.constants | _choice(experts, choices, how.warps) | {"R": R}, how.warps
 
 
-def gather_settings(choices: int, depth: int, rows: int) -> tuple[dict[str, int], int]:
+def gather_settings(experts: int, choices: int, depth: int, rows: int) -> tuple[dict[str, int], int]:
     """(constants, warps) of `gather_kernel`."""
     how = shape_for(min(rows, 500), depth)
-    return {"CHOICES": choices, "MANY": triton.next_power_of_2(choices), "K": depth} | how.constants, how.warps
+    known = {"K": depth} | how.constants | _choice(experts, choices, how.warps)
+    return known | {"AHEAD": known["MANY"] * known["CHUNKS"] <= 16}, how.warps
 
 
 def finish_settings(rows: int, latent: int, shared: int, tokens: int) -> tuple[dict[str, int], int]:
@@ -205,19 +239,19 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     for D, C, I, S, E, k, tokens in ((768, 384, 384, 384, 80, 4, 1), (768, 384, 384, 384, 80, 4, 8),
                                      (1536, 768, 768, 1536, 80, 4, 8), (2048, 1024, 512, 0, 896, 16, 2)):  # fmt: skip
         form = {"BETA": 4.0, "LINEAR": 25.0, "EARLY": arch >= 90}
-        known: dict[str, Any] = dict.fromkeys(("logits", "bias", "weights"), "*fp32") | {"ids": "*i32"} | form
+        known: dict[str, Any] = dict.fromkeys(("logits", "bias"), "*fp32") | form
         known |= {"tokens": "i32", "scale": "fp32", "eps": "fp32"}
         for kernel, (own, warps) in (
             (project_kernel, project_settings(D, tokens)),
-            (choose_kernel, choose_settings(E, C, I)),
-            (gather_kernel, gather_settings(k, I, C)),
+            (choose_kernel, choose_settings(E, k, C, I, tokens)),
+            (gather_kernel, gather_settings(E, k, I, C)),
             (finish_kernel, finish_settings(D, C, S, tokens)),
         ):
-            here = known | {"E": E, "C": C, "I": I, "S": S, "CHOICES": k, "RENORMALIZE": True} | own
+            here = known | {"E": E, "C": C, "I": I, "S": S, "RENORMALIZE": True} | own
             if kernel is project_kernel and not S:
                 here |= {"gate": None, "up": None, "act": None}
             if kernel is finish_kernel and not S:
-                here |= {"act": None, "down": None}
+                here |= {"act": None, "down": None, "before": None}
             arguments = {name: here.get(name, "*bf16") for name in kernel.arg_names}
             cases.append((kernel, arguments, {"num_warps": warps, "num_stages": 1} | early))
     return cases

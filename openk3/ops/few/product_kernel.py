@@ -21,6 +21,15 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 
 @triton.jit
+def wait_then_release(EARLY: tl.constexpr):
+    """As `wait_for_inputs`, but the next kernel starts behind the wait: what it reads before its own wait may be what
+    the kernel before this one has written."""
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def load_rows(weight, row, rows, K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """Rows [R, 1, CHUNK] of a matrix of `rows` rows of K values, as a tuple of CHUNKS pieces; zeros beyond the ends."""
     pieces = ()
@@ -78,26 +87,33 @@ def dots(
 
 
 @triton.jit
-def store_rows(out, value, token, tokens, row, rows):
-    """Values [R, TOKENS] of rows of tokens."""
-    at = out + token.to(tl.int64)[None, :] * rows + row[:, None]
-    tl.store(at, value.to(out.dtype.element_ty), mask=(token < tokens)[None, :] & (row < rows)[:, None])
+def store_rows(out, value, token, tokens, row, rows, before=None):
+    """Values [R, TOKENS] of rows of tokens, rounded, and added to those `before`, which may be `out`, if given."""
+    at = token.to(tl.int64)[None, :] * rows + row[:, None]
+    live = (token < tokens)[None, :] & (row < rows)[:, None]
+    value = value.to(out.dtype.element_ty)
+    if before is not None:
+        value = (value.to(tl.float32) + tl.load(before + at, mask=live, other=0.0).to(tl.float32)).to(value.dtype)
+    tl.store(out + at, value, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens", "eps"])
 def linear_kernel(
-    x, norm, weight, out, tokens, eps,
+    x, norm, weight, before, out, tokens, eps,
     STRIDE: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     R: tl.constexpr, TOKENS: tl.constexpr, PASSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out = x weight^T, or RMSNorm(x) weight^T if there is a norm weight; tokens of x lie STRIDE apart."""
+    """out = x weight^T, or RMSNorm(x) weight^T if there is a norm weight; tokens of x lie STRIDE apart.
+
+    Added to `before`, if given, which may be `out`.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     pieces = load_rows(weight, row, ROWS, K, CHUNKS, CHUNK)
     wait_for_inputs(EARLY)
     for n in range(PASSES):
         token = n * TOKENS + tl.arange(0, TOKENS)
         value = dots(pieces, x, STRIDE, token, tokens, norm, eps, K, CHUNKS, CHUNK, R)
-        store_rows(out, value, token, tokens, row, ROWS)
+        store_rows(out, value, token, tokens, row, ROWS, before)
 
 
 CHUNK = 256  # values of a row that a warp takes at a time: 8 of 16 bits a lane
@@ -147,7 +163,7 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
         how = shape_for(rows, depth)
         known: dict[str, Any] = {"tokens": "i32", "eps": "fp32", "STRIDE": depth, "ROWS": rows, "K": depth}
         known |= how.constants | tokens_for(tokens, how) | {"EARLY": arch >= 90}
-        known["norm"] = "*bf16" if with_norm else None
+        known |= {"norm": "*bf16", "before": None} if with_norm else {"norm": None}
         arguments = {name: known.get(name, "*bf16") for name in linear_kernel.arg_names}
         cases.append((linear_kernel, arguments, {"num_warps": how.warps, "num_stages": 1} | early))
     return cases
