@@ -2,7 +2,8 @@
 
 A state exists for one moment only, so a pass must end where it is to be kept. That is at hash boundaries: the last one
 before each end of a turn (kept for good), one every so many pages of a long prompt, and each one in an answer; the
-latter two are given up when the next one of the same request is there, unless another request has used them.
+latter two are given up when the next one of the same request is there, unless another request has used them, so that a
+pass goes over all but the last of them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ class Checkpoints:
         self._config, self._pool, self._prefixes = config, pool, prefixes
 
     def next_stop(self, request: RequestCache, num_tokens: int) -> int:
-        """Where a pass that would compute up to `num_tokens` must end: the first place that wants a checkpoint."""
+        """Where a pass that would compute up to `num_tokens` must end, because a checkpoint is wanted there.
+
+        The first that is kept for good, or the last of others: each of those would be given up for the next one.
+        """
         size = request.chain.hash_tokens
-        first = (request.num_computed // size + 1) * size
-        return next((end for end in range(first, num_tokens + 1, size) if self.wanted(request, end)), num_tokens)
+        places = range((request.num_computed // size + 1) * size, num_tokens + 1, size)
+        kept = (end for end in places if end in request.stops and self.wanted(request, end))
+        passing = (end for end in reversed(places) if self.wanted(request, end))
+        return next(kept, None) or next(passing, num_tokens)
 
     def wanted(self, request: RequestCache, end: int) -> bool:
         """Whether the state after `end` tokens is to be kept, and is not there yet. `end` may lie among drafts."""

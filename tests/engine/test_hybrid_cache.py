@@ -80,7 +80,8 @@ def test_s04_chunks_end_where_checkpoints_are_taken(chunk: int) -> None:
         if runner.step(a, min(len(PROMPT), a.cache.num_computed + chunk)):
             stops.append(a.cache.num_computed)
         runner.land(a)
-    assert stops == [8, 10, 16, 20, 24, 28, 30]
+    assert {10, 20, 28, 30} <= set(stops) <= {8, 10, 16, 20, 24, 28, 30}
+    assert chunk > 3 or len(stops) == 7  # no chunk reaches over two of them
     runner.release(a)
     hits = []
     for end in (9, 11, 17, 21, 25, 29, 30):
@@ -89,7 +90,7 @@ def test_s04_chunks_end_where_checkpoints_are_taken(chunk: int) -> None:
         runner.read(one) if one.cache.plan is None else runner.land(one)
         runner.read(one)
         runner.release(one)
-    # Those at 8, 16 and 24 were given up for the next ones; 28 and 30 belong to the prompt's end.
+    # Those at 8, 16 and 24 were given up for the next ones, or never taken; 28 and 30 belong to the prompt's end.
     assert hits == [0, 10, 10, 20, 20, 28, 30]
 
 
@@ -146,15 +147,15 @@ def test_d01_rejected_drafts_leave_nothing(accepted: int) -> None:
     runner.run(b)
 
 
-def test_drafts_stop_before_a_boundary_that_wants_a_checkpoint() -> None:
-    """Also where the tokens are not known yet."""
+def test_drafts_stop_at_the_last_boundary_that_wants_a_checkpoint() -> None:
+    """Also where the tokens are not known yet; the one before it would be given up at once."""
     runner = PageRunner(small_cache())
     a = runner.run(runner.start(PROMPT[:7]))
     runner.append(a, [1])
-    assert runner.cache.checkpoints.next_stop(a.cache, 12) == 8
+    assert runner.cache.checkpoints.next_stop(a.cache, 9) == 8 and runner.cache.checkpoints.next_stop(a.cache, 13) == 12
     runner.run(a)
     runner.append(a, [1])
-    assert runner.cache.checkpoints.next_stop(a.cache, 13) == 10
+    assert runner.cache.checkpoints.next_stop(a.cache, 11) == 10
 
 
 def test_s03_preempted_in_any_place_it_starts_from_what_was_computed() -> None:
@@ -275,7 +276,7 @@ def test_no_pass_stops_for_a_checkpoint_that_is_there() -> None:
     runner = PageRunner(small_cache())
     runner.release(runner.run(runner.start(PROMPT[:21])))
     anew = runner.cache.start(runner.cache.name(PROMPT[:21]), most_hit=0)
-    assert [runner.cache.checkpoints.next_stop(anew, n) for n in (7, 8, 19, 21)] == [7, 8, 8, 8]
+    assert [runner.cache.checkpoints.next_stop(anew, n) for n in (7, 8, 19, 21)] == [7, 8, 16, 16]
     anew.num_computed = 16
     assert runner.cache.checkpoints.next_stop(anew, 21) == 21
 

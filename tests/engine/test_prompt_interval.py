@@ -98,7 +98,7 @@ def test_answers_stay_right(interval: int) -> None:
     """Requests that come one after another: answers of plain passes, and prompts in fewer of the passes."""
     mixed = []
     for every in (1, interval):
-        one = engine(60, step_tokens=16, prompt_interval=every)
+        one = engine(60, step_tokens=60, prompt_interval=every)
         streams, count = [one.submit(greedy(prompt(7, 1), 30))], 0
         for _ in range(60):
             if one.scheduler.step in (3, 5, 6, 9):
