@@ -16,6 +16,7 @@ from torch import Tensor
 from openk3.model.cache import Cache, DenseCache, KdaCache, MlaCache
 from openk3.model.k3 import K3
 from openk3.model.step_cache import Step, StepCache, StepLatents, StepStates
+from openk3.ops.few.head import head
 
 
 class _Places(NamedTuple):
@@ -177,6 +178,5 @@ def _forward(model: K3, cache: StepCache, id_N: Tensor, slot_N: Tensor, logits_N
     """One step; reads and writes fixed memory only."""
     step = cache.step = Step(slot_N, cache.length_R)
     h_ND = model.backbone(model.embed(id_N), step.bounds, cast(Cache, cache))
-    torch.mm(model.norm(h_ND), model.lm_head.weight.T, out=logits_NV)
-    id_N.copy_(logits_NV.argmax(-1))
+    head(h_ND, (model.norm.weight, model.norm.eps), model.lm_head.weight, logits_NV, id_N)
     step.count(cache.length_R)

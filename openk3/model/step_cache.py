@@ -16,6 +16,7 @@ from torch import Tensor
 from openk3.config.model import ModelConfig
 from openk3.model.cache import Sequences
 from openk3.ops.backend import pick
+from openk3.ops.few.head import places_of
 from openk3.ops.few.states import StatePlaces
 from openk3.ops.kda.decode import DecodePool, DecodeWeights, Projected, decode_kda
 from openk3.ops.mla.reference import absorbed_attention
@@ -54,9 +55,7 @@ class Step(Places):
 
     def __init__(self, slot_N: Tensor, length_R: Tensor) -> None:
         self.slot_N = slot_N
-        row_N = torch.where(slot_N < 0, len(length_R) - 1, slot_N)
-        position_N = length_R[row_N.long()]
-        super().__init__(row_N.long(), position_N.long(), row_N.to(torch.int32).unsqueeze(1), position_N + 1)
+        super().__init__(*places_of(slot_N, length_R))
 
     def count(self, length_R: Tensor) -> None:
         """Enter this token in the lengths; nobody's row stays empty."""
