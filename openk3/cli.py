@@ -27,6 +27,7 @@ GROUPS = {
     },
     "Train": {
         "pretrain": "train from a recipe (tiny, pocket, small, medium, k3) on your files, or resume a run",
+        "data": "make training shards from raw text: filter, remove duplicates, label, report",
         "tokenizer": "train a tokenizer, or show how a text is cut into tokens",
         "bench": "measure how fast a recipe trains here, or how fast an engine answers",
     },

@@ -44,8 +44,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert sources <= names
     page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "openk3" / "serve" / "web").iterdir()}
     assert "openk3/serve/web/chat.js" in page and page <= names
-    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "openk3" / "shipped" / "pocket").iterdir()}
-    assert "openk3/shipped/pocket/LICENSE.WordNet" in shipped and shipped <= names
+    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "openk3" / "shipped").glob("*/*")}
+    assert {"openk3/shipped/pocket/LICENSE.WordNet", "openk3/shipped/quality/quality.safetensors"} <= shipped <= names
     assert wheel.stat().st_size <= 28_000_000
     rest = {name for name in names - sources if ".dist-info/" not in name}
     assert all(name.startswith("openk3/") for name in rest)
@@ -88,9 +88,10 @@ def test_constraints_pin_what_is_asked_for() -> None:
     """Each pin lies in the range of pyproject.toml; every dependency of core, server and development has one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["serve"], *extras["dev"], *extras["harness"], *extras["cluster"]]
-    assert "openk3[serve]" in lines
-    wanted = [line.partition(";")[0].replace("[api]", "") for line in lines if line != "openk3[serve]"]
+    named = ("serve", "data", "dev", "harness", "cluster")
+    lines = [*project["dependencies"], *(line for name in named for line in extras[name])]
+    assert "openk3[serve,data]" in lines
+    wanted = [line.partition(";")[0].replace("[api]", "") for line in lines if line != "openk3[serve,data]"]
     names = {line.partition(">=")[0] for line in wanted}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     assert names <= set(pins)

@@ -20,6 +20,7 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, sub
 
 from openk3 import recipes
 from openk3.commands.bench_flags import Bench
+from openk3.commands.data_flags import Data
 from openk3.commands.errors import UserError
 from openk3.commands.flag_kinds import Run, Seed, unset
 from openk3.commands.fleet_flags import Fleet
@@ -212,6 +213,7 @@ COMMANDS: dict[str, Any] = {
     "plan": Plan,
     "bench": Bench,
     "convert": Convert,
+    "data": Data,
     "tokenizer": Tokenizer,
     "doctor": Doctor,
 }

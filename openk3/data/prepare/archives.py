@@ -14,6 +14,7 @@ from openk3.data.prepare.items import Fault, Item, Place
 from openk3.data.prepare.streams import BOMB_FLOOR, Damaged, Stream, bounded_lines
 
 Reading = Iterator[tuple[Item | Fault, Place]]
+MEMBER_BLOCK = 1 << 16  # where a tar file ends too early, the last block before that is lost
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 
 
@@ -137,7 +138,7 @@ class _Past:
         try:
             while self._skip and (data := self._file.read(min(self._skip, size))):
                 self._skip -= len(data)
-            return self._file.read(size)
+            return self._file.read(min(size, MEMBER_BLOCK))
         except (tarfile.ReadError, EOFError) as error:
             raise Damaged("truncated", str(error)) from None
         except _BROKEN as error:

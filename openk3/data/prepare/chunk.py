@@ -20,10 +20,9 @@ from openk3.config.json_file import JsonError, parse_json
 from openk3.config.prepare import DOMAINS, PrepareConfig
 from openk3.data.prepare.domains import label
 from openk3.data.prepare.items import Fault, Item
-from openk3.data.prepare.measures import LOOKED_AT, Measures
+from openk3.data.prepare.measures import Measures
 from openk3.data.prepare.quality import Quality, open_quality
 from openk3.data.prepare.rules import RULES, first_broken
-from openk3.data.prepare.words import shingles
 from openk3.runtime.run_folder import write_atomic
 
 HASH_SEED = 1
@@ -46,6 +45,7 @@ class Kept(NamedTuple):
     where: str
     domain: str
     quality: float
+    shingles: np.ndarray  # uint64: hashes of runs of words
 
 
 @dataclass
@@ -105,28 +105,28 @@ class Sieve:
         return outcome
 
     def _judge(self, item: Item, outcome: Outcome) -> None:
-        text, suffix, domain = self._text(item, outcome)
+        text, suffix, domain = self.text_of(item, outcome)
         if text is None:
             return
         text, mended = mend(text)
         outcome.notes.update(mended)
         measures = Measures(text, english_only=self.config.language == "en")
         if domain not in DOMAINS:
-            domain = label(measures.text, measures.all_lines, len(text) // 6, suffix)
+            domain = label(measures, suffix)
         broken = first_broken(measures, domain, self.rules)
         if broken:
             outcome.drop(broken, item.where, text)
             return
-        score = self.quality.score(text, domain) if self.quality is not None else None
+        score = self.quality.score(measures, domain, suffix) if self.quality is not None else None
         if score is None:
             outcome.notes["quality not judged"] += self.quality is not None
         elif score < self.config.min_quality:
             outcome.drop("quality", f"{item.where} (score {score:.3f})", text)
             return
-        kept = Kept(text.encode("utf-8"), item.where, domain, float("nan") if score is None else score)
-        outcome.kept.append(kept)
+        quality = float("nan") if score is None else score
+        outcome.kept.append(Kept(text.encode("utf-8"), item.where, domain, quality, measures.shingles))
 
-    def _text(self, item: Item, outcome: Outcome) -> tuple[str | None, str, str]:
+    def text_of(self, item: Item, outcome: Outcome) -> tuple[str | None, str, str]:
         """(text, suffix, domain) of a record; no text, and the reason counted, if there is none."""
         suffix, domain = item.suffix, item.domain
         shown = item.payload[:EXAMPLE_CHARACTERS].decode("utf-8", "replace")
@@ -167,11 +167,10 @@ def mend(text: str) -> tuple[str, list[str]]:
     return text, mended
 
 
-def signatures(texts: Sequence[str], num_hashes: int) -> np.ndarray:
-    """MinHash signatures of the texts' shingles, uint32 [texts, num_hashes] (rensa's full-set R-MinHash)."""
-    if not texts:
+def signatures(sets: Sequence[np.ndarray], num_hashes: int) -> np.ndarray:
+    """MinHash signatures of sets of hashes, uint32 [sets, num_hashes] (rensa's full-set R-MinHash)."""
+    if not sets:
         return np.zeros((0, num_hashes), np.uint32)
-    sets = [shingles(text[:LOOKED_AT]) for text in texts]
     starts = np.cumsum([0, *map(len, sets)])
     make = RMinHash.digest_matrix_from_flat_token_hashes
     return np.array(make(np.concatenate(sets), starts, num_hashes, HASH_SEED).to_rows(), np.uint32)
@@ -187,7 +186,7 @@ def chunk_arrays(kept: Sequence[Kept], num_hashes: int) -> dict[str, np.ndarray]
     size int64 [n] (bytes of text), quality float32 [n]; texts and places by domain, compressed (uint8)."""
     arrays = {
         "hash": np.frombuffer(b"".join(content_hash(one.text) for one in kept), np.uint64).reshape(-1, 2),
-        "signature": signatures([one.text.decode("utf-8") for one in kept], num_hashes),
+        "signature": signatures([one.shingles for one in kept], num_hashes),
         "domain": np.array([DOMAINS.index(one.domain) for one in kept], np.uint8),
         "size": np.array([len(one.text) for one in kept], np.int64),
         "quality": np.array([one.quality for one in kept], np.float32),

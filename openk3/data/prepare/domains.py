@@ -3,73 +3,82 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from openk3.data.prepare.inputs import CODE_SUFFIXES, MATHEMATICS_SUFFIXES
+from openk3.data.prepare.measures import Measures
 
 CODE_SHARE = 0.35  # lines that look like code
 MATHEMATICS_RATE = 0.02  # formulas, symbols and terms per word
-WEB_LINES = 400  # lines looked at
+LINES, CHARACTERS, TOKENS = 400, 20_000, 5_000  # looked at
 
 _CODE_LINE = re.compile(
     r"^\s*(?:(?:def|class|import|from|return|elif|else|try|except|for|while|if|with|fn|func|let|const|var|struct|enum"
     r"|package|using|namespace|public|private|protected|static|void|int|impl|use|pub|end|#include|#define|#if|@)\b.*"
     r"[:;{}()=]\s*$|.*[;{}]\s*$|\s*[)\]}]+[,;]?\s*$|//|/\*|\*/|#!|<\?php|.*\w\(.*\)\s*$|[\w.\[\]]+\s*[-+*/|&]?=\s*\S)"
 )
-_FORMULA = re.compile(
+_COMMAND = re.compile(
     r"\\(?:frac|sum|int|begin|end|left|right|mathbb|mathcal|mathrm|alpha|beta|gamma|delta|epsilon|lambda|sigma|theta"
     r"|cdot|leq|geq|infty|partial|in|to|sqrt|prod|lim|forall|exists|label|ref|subset)\b"
-    r"|\$[^$\n]{1,200}\$|[\u2200-\u22ff\u2190-\u21ff\u00b1\u00d7\u00f7]"
 )
-_MATHEMATICAL = re.compile(
-    r"\b(?:theorem|lemma|corollary|proof|proposition|equation|integral|polynomial|derivative|matrix|matrices|eigenvalues?"
-    r"|vector space|convergen(?:t|ce)|homomorphism|isomorphi[cs]m?|topolog(?:y|ical)|bijecti(?:on|ve)|prime numbers?"
-    r"|algebraic|differentiable|continuous function|probability distribution|congruent|denominator|numerator"
-    r"|hypotenuse|quadratic)\b",
-    re.IGNORECASE,
+_FORMULA = re.compile(r"\$[^$\n]{1,200}\$")
+_SYMBOL = re.compile("[\u2190-\u21ff\u2200-\u22ff\u00b1\u00d7\u00f7]")
+_YEAR = re.compile(r"1[0-9]{3}|20[0-9]{2}")
+# Words by what they speak for; a word of the web weighs three times a word of knowledge, the personal ones half.
+_MATHEMATICS = (
+    "theorem lemma corollary proof proposition equation equations integral polynomial polynomials derivative matrix"
+    " matrices eigenvalue eigenvalues convergent convergence homomorphism isomorphism isomorphic topology topological"
+    " bijection bijective algebraic differentiable congruent denominator numerator hypotenuse quadratic"
 )
-_WEB = re.compile(
-    r"https?://|www\.|\bclick here\b|\bsubscribe\b|\bsign (?:up|in)\b|\blog ?in\b|\bcookies?\b|\bprivacy policy\b"
-    r"|\bcopyright \u00a9|\u00a9|\bshopping cart\b|\badd to cart\b|\bfree shipping\b|\bread more\b"
-    r"|\bshare (?:this|on)\b|\bcomments?\b|\bposted (?:by|on|in)\b|\bblog\b|\bonline\b"
-    r"|\bour (?:website|team|services|products|customers)\b"
-    r"|\bemail\b|\bnewsletter\b|\bfollow us\b|\bfacebook\b|\btwitter\b|\byoutube\b",
-    re.IGNORECASE,
+_WEB = (
+    "http https www subscribe login signup cookies cookie blog newsletter facebook twitter youtube instagram copyright"
+    " website websites online email emails comment comments posted cart checkout shipping discount price prices"
 )
-_PERSONAL = re.compile(r"\b(?:I|I'm|I've|you|your|you're|we|our|us|my|me)\b", re.IGNORECASE)
-_KNOWLEDGE = re.compile(
-    r"\b(?:1[0-9]{3}|20[0-9]{2})\b|\b[12]?\d(?:st|nd|rd|th)? century\b|\b(?:is|are|was|were) (?:an?|the|one of)\b"
-    r"|\b(?:known as|referred to as|defined as|consists? of|for example|such as|according to|et al\.|i\.e\.|e\.g\."
-    r"|discovered|invented|species|chapter|century|theory|therefore|however|although|whereas)\b|\[\d+\]|\(\d{4}\)",
-    re.IGNORECASE,
+_PERSONAL = "i you your we our us my me yours ours mine"
+_KNOWLEDGE = (
+    "century theory species chapter discovered invented therefore however although whereas known called defined"
+    " consists consisted according became located founded published introduced developed originally typically usually"
 )
+_KINDS = {
+    word: kind
+    for kind, words in zip("mwpk", (_MATHEMATICS, _WEB, _PERSONAL, _KNOWLEDGE), strict=True)
+    for word in words.split()
+}
+_WEB_PHRASES = ("click here", "read more", "sign up", "sign in", "log in", "privacy policy", "add to cart", "follow us")
+_WEB_PHRASES += ("contact us", "our team", "our services", "our products", "our customers", "share this", "posted by")
+_KNOWLEDGE_PHRASES = (" is a ", " is an ", " is the ", " are a ", " was a ", " was an ", " was the ", " were the ")
+_KNOWLEDGE_PHRASES += (" one of the ", "known as", "referred to as", "for example", "such as", "et al.", "the first ")
 
 
 def looks_like_code(lines: Sequence[str]) -> bool:
     """Whether enough of the lines do."""
-    looked = [line for line in lines[:WEB_LINES] if line.strip()]
+    looked = [line for line in lines[:LINES] if line.strip()]
     if len(looked) < 3:
         return False
     return sum(bool(_CODE_LINE.match(line[:300])) for line in looked) > CODE_SHARE * len(looked)
 
 
-def label(text: str, lines: Sequence[str], num_words: int, suffix: str) -> str:
-    """The domain of a text: by the file's suffix where that says it, else by counting marks of each domain.
+def label(measures: Measures, suffix: str) -> str:
+    """The domain of a text: by its file's suffix where that says it, else by counting marks of each domain.
 
     In this order: code if a third of the lines look like it; mathematics if formulas, symbols and terms make 2 % of the
-    words; else knowledge or web, whichever has more marks (definitions, years, references against links, invitations
-    and the first and second person); web where neither has any.
+    words; else knowledge or web, whichever has more marks (definitions, years, words of reference works against links,
+    invitations and the first and second person); web where neither has any.
     """
     if suffix in CODE_SUFFIXES:
         return "code"
     if suffix in MATHEMATICS_SUFFIXES:
         return "mathematics"
-    if looks_like_code(lines):
+    if looks_like_code(measures.all_lines):
         return "code"
-    looked = text[:20_000]
-    words = max(1, min(num_words, len(looked) // 4))
-    formulas, terms = len(_FORMULA.findall(looked)), len(_MATHEMATICAL.findall(looked))
-    if formulas + terms >= MATHEMATICS_RATE * words and formulas + terms >= 3:
+    tokens, text, lower = measures.tokens[:TOKENS], measures.text[:CHARACTERS], measures.lower[:CHARACTERS]
+    counts = Counter(map(_KINDS.get, tokens))
+    formulas = counts["m"] + len(_SYMBOL.findall(text)) * (not text.isascii())
+    formulas += len(_COMMAND.findall(text)) if "\\" in text else 0
+    formulas += len(_FORMULA.findall(text)) if "$" in text else 0
+    if formulas >= max(3, MATHEMATICS_RATE * len(tokens)):
         return "mathematics"
-    web = 3 * len(_WEB.findall(looked)) + 0.5 * len(_PERSONAL.findall(looked))
-    return "knowledge" if len(_KNOWLEDGE.findall(looked)) > web else "web"
+    web = 3 * (counts["w"] + sum(map(lower.count, _WEB_PHRASES))) + 0.5 * counts["p"]
+    knowledge = counts["k"] + sum(map(lower.count, _KNOWLEDGE_PHRASES)) + len(_YEAR.findall(text))
+    return "knowledge" if knowledge > web else "web"

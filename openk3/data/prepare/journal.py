@@ -31,6 +31,7 @@ class Work:
         self.chunks, self.shards = self.path / "chunks", self.path / "shards"
         self._journal, self._plan = self.path / "journal.jsonl", self.path / "plan.json"
         self.lines: list[dict[str, Any]] = []
+        self.release: Callable[[], None] = lambda: None  # the lock
 
     def open(self, plan: Mapping[str, Any]) -> None:
         """Begin, or go on with what was begun. Raises DataError if that is another task, saying how the two differ."""
@@ -90,9 +91,10 @@ def work_in(out: Path) -> Iterator[Work]:
     """The work folder below `out`, for this process alone. Raises DataError if another one has it."""
     work = Work(out)
     work.path.mkdir(parents=True, exist_ok=True)
-    release: Callable[[], None] | None = try_lock(work.path)
+    release = try_lock(work.path)
     if release is None:
         raise DataError(f"{out}: another process is preparing data there; wait for it, or name another --out")
+    work.release = release
     try:
         yield work
     finally:
@@ -117,8 +119,8 @@ def _require_same(old: Any, new: Mapping[str, Any], out: Path) -> None:
         return
     before = old.get("settings", {}) if isinstance(old, dict) else {}
     changed = [name for name, value in new["settings"].items() if before.get(name) != value]
-    what = f"--{changed[0].replace('_', '-')}" if changed else "the input files"
-    what = "openk3" if isinstance(old, dict) and old.get("version") != new["version"] else what
+    what = f"--{changed[0].replace('_', '-')}" if changed else "state of the input files"
+    what = "version of openk3" if isinstance(old, dict) and old.get("version") != new["version"] else what
     raise DataError(f"{out}: begun with another {what}; put it back to go on, or begin again with --restart")
 
 

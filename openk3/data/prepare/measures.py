@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from openk3.data.prepare.words import UNSPACED, hashed
+from openk3.data.prepare.words import SHINGLE, UNSPACED, hashed, runs, tokens
 
 LOOKED_AT = 1_000_000  # characters; rules judge a longer text by these first ones
 _UNSPACED = re.compile(f"[{UNSPACED}]")
@@ -63,8 +63,24 @@ class Measures:
 
     @cached_property
     def word_hashes(self) -> np.ndarray:
-        """uint64 [words]."""
-        return hashed(self.words)
+        """uint64 [words]: equal for equal words, in this process alone."""
+        return np.fromiter(map(hash, self.words), np.int64, len(self.words)).view(np.uint64)
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """Words in small letters, and marks between them."""
+        return tokens(self.lower)
+
+    @cached_property
+    def token_hashes(self) -> np.ndarray:
+        """uint64 [tokens], the same on every machine."""
+        return hashed(self.tokens)
+
+    @cached_property
+    def shingles(self) -> np.ndarray:
+        """Hashes of the runs of five words, letter case and marks aside: the set that near-duplicates share."""
+        is_word = np.fromiter((token[0].isalnum() or token[0] == "_" for token in self.tokens), bool, len(self.tokens))
+        return runs(self.token_hashes[is_word], SHINGLE)
 
     @cached_property
     def num_odd(self) -> int:

@@ -112,7 +112,7 @@ class _Preparation:
         """All stages; returns the report."""
         if self.config.strict and any(fault.reason in ("truncated", "damaged") for fault in self.faults):
             raise StrictError(_said(self.faults[0]))
-        with worker_pool(self.config) as pool:
+        with worker_pool(self.config, self.work.release) as pool:
             with self._timed("read"):
                 self._sift(pool)
             chunks = [self.work.chunks / line["file"] for line in self.work.of("chunk")]
@@ -184,7 +184,7 @@ class _Preparation:
     def _write(self, pool: ProcessPoolExecutor, chunks: Sequence[Path], stays: np.ndarray) -> list[dict[str, Any]]:
         most = min(self.config.shard_mib, TOKEN_SHARD_MIB if self.config.tokenizer else self.config.shard_mib) * MIB
         jobs = plan_shards(chunks, stays, most)
-        done = {line["path"]: line for line in self.work.of("shard")}
+        done = {line["path"]: line["shard"] for line in self.work.of("shard")}
         todo = deque(job for job in jobs if f"{job.domain}/{job.name}" not in done)
         waiting: deque[Future[dict[str, Any]]] = deque()
         mask = np.packbits(stays)
@@ -195,7 +195,7 @@ class _Preparation:
                 job = todo.popleft()
                 waiting.append(pool.submit(make_shard, job, chunks, mask, self.work.shards, self.config.tokenizer))
             line = result_of(waiting.popleft())
-            self.work.add({"kind": "shard", **line})
+            self.work.add({"kind": "shard", "path": line["path"], "shard": line})
             done[line["path"]] = line
             written += line["bytes"]
             self.progress("shards", written / total, line["path"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from openk3.data.documents import DataError
+from openk3.data.prepare.measures import Measures
 from openk3.data.prepare.words import features
 from openk3.runtime.run_folder import write_atomic
 
 NUM_FEATURES = 1 << 16
 SCALE = 30.0  # of the mean that the model multiplies, so that its weights are of order one
-READ = 20_000  # characters that are judged
+READ = 5_000  # tokens that are judged
 SHIPPED = Path(__file__).resolve().parent.parent.parent / "shipped" / "quality" / "quality.safetensors"
 KINDS = ("prose", "code")
 _FORMAT = "openk3 quality 1"
-_COMMONEST = "the of and to in is that for it as was with be on by are this not or from"
+_COMMONEST = "the of and to is that for it with are this from which have has were they"  # hardly words elsewhere
 _ENGLISH = frozenset(_COMMONEST.split())
 
 
@@ -34,9 +35,9 @@ class Linear:
     weight: np.ndarray
     bias: float
 
-    def score(self, text: str) -> float:
+    def score(self, token_hashes: np.ndarray) -> float:
         """0 (bad) to 1 (good)."""
-        found = features(text[:READ], NUM_FEATURES)
+        found = features(token_hashes, NUM_FEATURES)
         value = self.bias + SCALE * float(self.weight[found].mean()) if len(found) else self.bias
         return 1 / (1 + math.exp(-max(-60.0, min(60.0, value))))
 
@@ -45,17 +46,22 @@ class Quality:
     """One linear model for prose, one for code; either may be missing."""
 
     def __init__(self, models: Mapping[str, Linear], card: Mapping[str, Any]) -> None:
-        """`card`: what it was trained on; with language "en" it judges no prose that is not English."""
+        """`card`: what it was trained on.
+
+        With "language": "en" it judges no prose that is not English; with "suffixes" no code in files of others.
+        """
         self.models, self.card = dict(models), dict(card)
 
-    def score(self, text: str, domain: str) -> float | None:
-        """0..1, or None where there is no model for such a text."""
+    def score(self, measures: Measures, domain: str, suffix: str = "") -> float | None:
+        """0..1, or None where there is no model for such a text; `suffix` is its file's."""
         kind = "code" if domain == "code" else "prose"
         if kind not in self.models:
             return None
-        if kind == "prose" and self.card.get("language") == "en" and not is_english(text):
+        if kind == "prose" and self.card.get("language") == "en" and not is_english(measures.tokens):
             return None
-        return self.models[kind].score(text)
+        if kind == "code" and suffix not in self.card.get("suffixes", (suffix,)):
+            return None
+        return self.models[kind].score(measures.token_hashes[:READ])
 
     def save(self, path: str | Path) -> None:
         """Write weights as float16, and the card, into one safetensors file."""
@@ -102,7 +108,7 @@ def open_quality(name: str) -> Quality | None:
     return Quality.load(SHIPPED if name == "default" else Path(name).expanduser())
 
 
-def is_english(text: str) -> bool:
-    """Whether at least one of 20 words is among the 20 commonest of English."""
-    words = text[:READ].lower().split()
-    return 20 * sum(word in _ENGLISH for word in words) >= len(words)
+def is_english(tokens: Sequence[str]) -> bool:
+    """Whether one of 30 tokens is among common words of English, and three of these words are there."""
+    found = list(filter(_ENGLISH.__contains__, tokens[:READ]))
+    return 30 * len(found) >= min(len(tokens), READ) and len(set(found)) >= 3

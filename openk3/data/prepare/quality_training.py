@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from sklearn.metrics import roc_auc_score
 
 from openk3.data.documents import DataError
 from openk3.data.prepare.domains import label
+from openk3.data.prepare.measures import Measures
 from openk3.data.prepare.quality import KINDS, NUM_FEATURES, READ, SCALE, Linear, Quality
 from openk3.data.prepare.words import features
 from openk3.data.sources import is_held_out
@@ -49,8 +51,7 @@ def train(
     """
     groups: dict[str, list[Sample]] = {kind: [] for kind in KINDS}
     for sample in samples:
-        text = sample.text[:READ]
-        domain = label(text, text.split("\n"), len(text.split()), sample.suffix)
+        domain = label(Measures(sample.text), sample.suffix)
         groups["code" if domain == "code" else "prose"].append(sample)
     models, figures = {}, {}
     for kind, group in groups.items():
@@ -61,7 +62,14 @@ def train(
         sizes = ", ".join(f"{len(group)} of {kind}" for kind, group in groups.items())
         raise DataError(f"--good, --bad: too few texts ({sizes}); give at least {FEWEST} good and bad of one kind")
     measured = {kind: figure._asdict() for kind, figure in figures.items()}
-    return Quality(models, {"language": language, "about": about, "held_out": measured}), figures
+    card = {"language": language, "suffixes": _suffixes(groups["code"]), "about": about, "held_out": measured}
+    return Quality(models, card), figures
+
+
+def _suffixes(group: Sequence[Sample]) -> list[str]:
+    """Those of enough good pieces of code."""
+    counts = Counter(sample.suffix for sample in group if sample.is_good)
+    return sorted(suffix for suffix, count in counts.items() if count >= FEWEST)
 
 
 def _fit(group: Sequence[Sample], strength: float) -> tuple[Linear, Figures]:
@@ -71,11 +79,12 @@ def _fit(group: Sequence[Sample], strength: float) -> tuple[Linear, Figures]:
         places = np.flatnonzero(good == side)
         if held[places].all() or not held[places].any():
             held[places] = np.arange(len(places)) % 10 == 0
-    matrix = _matrix([sample.text for sample in group])
+    hashes = [Measures(sample.text).token_hashes[:READ] for sample in group]
+    matrix = _matrix(hashes)
     model = LogisticRegression(C=strength, class_weight="balanced", max_iter=500)
     model.fit(matrix[~held], good[~held])
     fitted = Linear(model.coef_[0].astype(np.float16).astype(np.float32), float(model.intercept_[0]))
-    scores = np.array([fitted.score(sample.text) for sample, out in zip(group, held, strict=True) if out])
+    scores = np.array([fitted.score(one) for one, out in zip(hashes, held, strict=True) if out])
     truth = good[held]
     return fitted, Figures(
         int((~held).sum()),
@@ -86,12 +95,12 @@ def _fit(group: Sequence[Sample], strength: float) -> tuple[Linear, Figures]:
     )
 
 
-def _matrix(texts: Sequence[str]) -> csr_matrix:
+def _matrix(hashes: Sequence[np.ndarray]) -> csr_matrix:
     """One row per text: SCALE times the share of each feature; float32 [texts, NUM_FEATURES]."""
-    indices = [features(text[:READ], NUM_FEATURES) for text in texts]
+    indices = [features(one, NUM_FEATURES) for one in hashes]
     values = [np.full(len(row), SCALE / max(len(row), 1), np.float32) for row in indices]
     starts = np.cumsum([0, *map(len, indices)])
-    shape = (len(texts), NUM_FEATURES)
+    shape = (len(hashes), NUM_FEATURES)
     matrix = csr_matrix((np.concatenate(values), np.concatenate(indices), starts), shape=shape)
     matrix.sum_duplicates()
     return matrix

@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
         "Gopher",
         "fewer than 80 % of the words have a letter",
         WEB_OR_KNOWLEDGE,
-        lambda m: _share((any(map(str.isalpha, word)) for word in m.words), len(m.words)) < 0.8,
+        lambda m: _share((word[0].isalpha() or any(map(str.isalpha, word)) for word in m.words), len(m.words)) < 0.8,
     ),
     Rule("stop_words", "Gopher", "--language en: fewer than two of eight English stop words", PROSE, _stop_words),
     Rule("lorem_ipsum", "C4", "filler text", PROSE, lambda m: "lorem ipsum" in m.lower),

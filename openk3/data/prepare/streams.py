@@ -15,6 +15,7 @@ import pyarrow as pa
 from openk3.data.prepare.items import Fault
 
 BLOCK = 1 << 20
+_STEPS = {"": BLOCK, "gzip": BLOCK, "zstd": 1 << 12}  # bytes asked for at once
 BOMB_FLOOR = 64 << 20  # bytes that may come out of anything, whatever the ratio
 
 
@@ -43,23 +44,36 @@ class Stream(io.RawIOBase):
         self._raw = self._closing.enter_context(io.FileIO(path))
         self._bytes = self._closing.enter_context(_decompressed(self._raw, compression))
         self._compressed, self._max_ratio, self.position = bool(compression), max_ratio, 0
+        self._take, self._step = getattr(self._bytes, "read1", self._bytes.read), _STEPS[compression]
+        self._error: Damaged | None = None
 
     def read(self, size: int = -1) -> bytes:
         """At most `size` bytes, fewer only at the end."""
         wanted = BLOCK if size is None or size < 0 else size
-        try:
-            data = self._bytes.read(wanted)
-        except EOFError as error:
-            raise Damaged("truncated", str(error)) from None
-        except (OSError, zlib.error) as error:
-            reason = "truncated" if "runcated" in str(error) else "damaged"
-            raise Damaged(reason, str(error)) from None
+        data = self._pieces(wanted)
         self.position += len(data)
         if self._compressed and self.position > BOMB_FLOOR:
             ratio = self.position / max(self._raw.tell(), 1)
             if ratio > self._max_ratio:
                 raise Damaged("bomb", f"{self.position:,} bytes have come out of {self._raw.tell():,}")
         return data
+
+    def _pieces(self, wanted: int) -> bytes:
+        """Up to `wanted` bytes, taken in steps so small that little is lost before the place where data is damaged."""
+        if self._error is not None:
+            raise self._error
+        pieces, size = [], 0
+        try:
+            while size < wanted and (piece := self._take(min(wanted - size, self._step))):
+                pieces.append(piece)
+                size += len(piece)
+        except EOFError as error:
+            self._error = Damaged("truncated", str(error))
+        except (OSError, zlib.error) as error:
+            self._error = Damaged("truncated" if "runcated" in str(error) else "damaged", str(error))
+        if self._error is not None and not pieces:
+            raise self._error
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def readable(self) -> bool:
         """Yes."""

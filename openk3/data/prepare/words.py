@@ -11,9 +11,14 @@ import numpy as np
 SHINGLE = 5  # words
 # Scripts without spaces between words: each of their letters is a word.
 UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_TOKEN = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
-_TOKEN_OR_MARK = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+_TOKEN = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s]")
+_ASCII_TOKEN = re.compile(r"[a-z0-9_]+|[^\w\s]", re.ASCII)
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def tokens(text: str) -> list[str]:
+    """Words of a text in small letters, single letters of scripts without spaces, and marks."""
+    return (_ASCII_TOKEN if text.isascii() else _TOKEN).findall(text)
 
 
 def hashed(words: Sequence[str]) -> np.ndarray:
@@ -40,13 +45,7 @@ def runs(word_hashes: np.ndarray, length: int) -> np.ndarray:
     return mixed(total)
 
 
-def shingles(text: str) -> np.ndarray:
-    """Hashes of the runs of five words, letter case and punctuation aside: the set that near-duplicates share."""
-    return runs(hashed(_TOKEN.findall(text.lower())), SHINGLE)
-
-
-def features(text: str, num_features: int) -> np.ndarray:
-    """Indices of words, marks and pairs of neighbours in a table of `num_features` (a power of two)."""
-    ones = hashed(_TOKEN_OR_MARK.findall(text.lower()))
-    pairs = runs(ones, 2) if len(ones) > 1 else ones[:0]
-    return (np.concatenate([ones, pairs]) & np.uint64(num_features - 1)).astype(np.int64)
+def features(token_hashes: np.ndarray, num_features: int) -> np.ndarray:
+    """Indices of tokens and pairs of neighbours in a table of `num_features` (a power of two), int64 [2 n - 1]."""
+    pairs = runs(token_hashes, 2) if len(token_hashes) > 1 else token_hashes[:0]
+    return (np.concatenate([token_hashes, pairs]) & np.uint64(num_features - 1)).astype(np.int64)

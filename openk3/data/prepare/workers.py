@@ -6,7 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -27,10 +27,13 @@ _sieve: Sieve | None = None  # of this worker
 
 
 @contextmanager
-def worker_pool(config: PrepareConfig) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are there at once, forked before anything starts a thread; at the end they are waited for."""
+def worker_pool(config: PrepareConfig, release: Callable[[], None]) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are there at once, forked before anything starts a thread; at the end they are waited for.
+
+    `release` gives up what a worker inherits of the task's lock.
+    """
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
-    pool = ProcessPoolExecutor(config.workers, multiprocessing.get_context("fork"), _begin, (config,))
+    pool = ProcessPoolExecutor(config.workers, multiprocessing.get_context("fork"), _begin, (config, release))
     try:
         pool.submit(int).result()
         yield pool
@@ -38,7 +41,7 @@ def worker_pool(config: PrepareConfig) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(config: PrepareConfig) -> None:
+def _begin(config: PrepareConfig, release: Callable[[], None]) -> None:
     """A worker's start: Ctrl-C is for the process that reads, which takes its workers along whatever ends it."""
     global _sieve
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -46,6 +49,7 @@ def _begin(config: PrepareConfig) -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    release()
     _sieve = Sieve(config)
 
 
