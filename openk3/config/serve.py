@@ -13,6 +13,7 @@ ROW_ALIGNMENT = 16  # bytes: rows hold numbers of several widths, and kernels lo
 DRAFTS = ("mtp", "ngram")
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
 GRAPH_PROMPT_INTERVAL = 16
+GPU_CUT_TOKENS = 1024
 _MOST = 2**48
 
 
@@ -100,9 +101,10 @@ class CacheConfig:
     max_requests: int = 256  # requests that hold pages at the same time
     max_tokens: int = 1048576  # longest request, prompt and answer together
     checkpoint_pages: int = 1  # a long prompt leaves a state checkpoint every so many pages; 0: only where turns end
+    cut_tokens: int = 0  # no pass ends early for a checkpoint that would save fewer tokens; see EngineConfig.on
 
     def __post_init__(self) -> None:
-        _check_numbers(self, may_be_zero={"checkpoint_pages"})
+        _check_numbers(self, may_be_zero={"checkpoint_pages", "cut_tokens"})
         least = self.pages_for(1)
         if self.num_pages < least:
             raise ConfigError(
@@ -178,11 +180,15 @@ class EngineConfig:
     def on(self, *, gpu: bool, graphs: bool) -> EngineConfig:
         """With what suits a device where it was left open; `graphs`: all passes of decoding are CUDA graphs.
 
-        Beside graphs a pass with prompts costs ten times one without, hardly more the longer it is: so few, long ones.
+        A pass with prompts costs a GPU's host ten times one without, hardly more the longer it is: so few, long ones,
+        and none more for the sake of some hundred tokens that others need not compute.
         """
+        cache = self.cache
+        if gpu and not cache.cut_tokens:
+            cache = dataclasses.replace(cache, cut_tokens=GPU_CUT_TOKENS)
         step_tokens = self.step_tokens or (GPU_STEP_TOKENS if gpu else CPU_STEP_TOKENS)
         interval = self.prompt_interval or (GRAPH_PROMPT_INTERVAL if graphs else 1)
-        return dataclasses.replace(self, step_tokens=step_tokens, prompt_interval=interval)
+        return dataclasses.replace(self, cache=cache, step_tokens=step_tokens, prompt_interval=interval)
 
 
 def kda_row_bytes(text: TextConfig, value_bytes: int = 2) -> int:

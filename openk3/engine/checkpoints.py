@@ -20,13 +20,15 @@ class Checkpoints:
     def __init__(self, config: CacheConfig, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._config, self._pool, self._prefixes = config, pool, prefixes
 
-    def next_stop(self, request: RequestCache, num_tokens: int) -> int:
+    def next_stop(self, request: RequestCache, num_tokens: int, least: int = 0) -> int:
         """Where a pass that would compute up to `num_tokens` must end, because a checkpoint is wanted there.
 
-        The first that is kept for good, or the last of others: each of those would be given up for the next one.
+        The first that is kept for good, or the last of others: each of those would be given up for the next one. None
+        that would save others fewer than `least` tokens beside what the request has found or kept before.
         """
         size = request.chain.hash_tokens
-        places = range((request.num_computed // size + 1) * size, num_tokens + 1, size)
+        first = max(request.num_computed + 1, max(request.hit_tokens, request.kept) + least)
+        places = range(-(-first // size) * size, num_tokens + 1, size)
         kept = (end for end in places if end in request.stops and self.wanted(request, end))
         passing = (end for end in reversed(places) if self.wanted(request, end))
         return next(kept, None) or next(passing, num_tokens)
@@ -64,6 +66,8 @@ class Checkpoints:
         if plan.key is None:
             raise ValueError("the plan is not that of a checkpoint")
         added = self._prefixes.add_checkpoint(plan.key, plan.held, kept=plan.kept)
+        if plan.kept:
+            request.kept = request.num_computed
         if request.passing is not None:
             self._prefixes.recycle(request.passing)
         request.passing = plan.key if added else None

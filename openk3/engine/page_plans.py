@@ -81,3 +81,4 @@ class RequestCache:
     plan: CopyPlan | None
     started: bool = False  # its first plan has landed
     passing: bytes | None = None  # its newest checkpoint, given up for the next one
+    kept: int = 0  # tokens before its newest checkpoint that is not given up

@@ -165,7 +165,7 @@ class Scheduler:
         start = job.num_computed
         end = start + num_tokens
         if end <= job.num_tokens:  # of drafts, what is accepted is replayed in pieces that end at checkpoints
-            end = self.books.checkpoints.next_stop(job.cache, end)
+            end = self.books.checkpoints.next_stop(job.cache, end, self.config.cache.cut_tokens)
         for victim in self._after(job):
             if self.books.reservable(job.cache) > start:
                 break

@@ -69,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
         guesses=GUESSES,
         decode_steps=st.booleans(),
         interval=st.sampled_from((1, 3, 16)),
+        cut_tokens=st.sampled_from((0, 6, 100)),
     )
     def build(
         self,
@@ -82,10 +83,11 @@ class EngineMachine(RuleBasedStateMachine):
         guesses: tuple[SpeculationConfig | None, list[bool]],
         decode_steps: bool,
         interval: int,
+        cut_tokens: int,
     ) -> None:
         """From memory that one request fills to memory that is rarely short; with guesses of every kind, or none."""
         pages = 4 + pages * 8 // page_tokens
-        limits = {"max_requests": 5, "checkpoint_pages": checkpoint_pages}
+        limits = {"max_requests": 5, "checkpoint_pages": checkpoint_pages, "cut_tokens": cut_tokens}
         sizes = {"page_tokens": page_tokens, "hash_tokens": hash_tokens}
         options = {**limits, **sizes, "speculation": guesses[0], "decode_steps": decode_steps}
         options["prompt_interval"] = interval

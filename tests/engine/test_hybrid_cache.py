@@ -94,6 +94,24 @@ def test_s04_chunks_end_where_checkpoints_are_taken(chunk: int) -> None:
     assert hits == [0, 10, 10, 20, 20, 28, 30]
 
 
+def test_no_pass_ends_for_a_checkpoint_that_saves_little() -> None:
+    """With 10 tokens at least: the first stop and the one ten tokens behind it, and whatever lies at a pass's end."""
+    runner = PageRunner(small_cache(checkpoint_pages=1))
+    a = runner.start(PROMPT, turn_ends=[11, 21])
+    stop = runner.cache.checkpoints.next_stop
+    assert [stop(a.cache, n, 10) for n in (9, 10, 15, 30)] == [9, 10, 10, 10]
+    runner.step(a, 10)
+    runner.land(a)
+    assert a.cache.kept == 10 and [stop(a.cache, n, 10) for n in (19, 20, 30)] == [19, 20, 20]
+    runner.step(a, 20)
+    runner.land(a)
+    assert [stop(a.cache, n, 10) for n in (28, 29, 30)] == [28, 29, 30] and stop(a.cache, 29) == 28
+    runner.run(a)
+    b = runner.start([*PROMPT, 1])
+    assert b.cache.hit_tokens == 30  # not cut for, but the pass ended there
+    assert [stop(b.cache, n, 10) for n in (31,)] == [31]
+
+
 def test_a_place_where_two_prompts_part_gets_a_checkpoint() -> None:
     """The second request finds latents only, and leaves the state for the third."""
     runner = PageRunner(small_cache(checkpoint_pages=0))

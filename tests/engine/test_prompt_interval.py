@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -127,5 +128,6 @@ def test_what_is_left_open_follows_from_the_device() -> None:
         EngineConfig(cache).on(gpu=gpu, graphs=graphs) for gpu, graphs in ((False, False), (True, False), (True, True))
     ]
     assert [(each.step_tokens, each.prompt_interval) for each in found] == [(2048, 1), (8192, 1), (8192, 16)]
-    asked = EngineConfig(cache, step_tokens=7, prompt_interval=3)
+    assert [each.cache.cut_tokens for each in found] == [0, 1024, 1024]
+    asked = EngineConfig(dataclasses.replace(cache, cut_tokens=5), step_tokens=7, prompt_interval=3)
     assert asked.on(gpu=True, graphs=True) == asked.on(gpu=False, graphs=False) == asked
