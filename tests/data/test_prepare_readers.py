@@ -257,8 +257,10 @@ def test_members_that_are_no_plain_text(tmp_path: Path) -> None:
         archive.addfile(folder)
         for name in ("inner.zip", "a.jsonl.gz", "p.parquet", "image.png", ".hidden.txt", "empty.txt", "empty.jsonl"):
             archive.addfile(tarfile.TarInfo(name))
-    names = ["not_a_file"] * 3 + ["nested_archive"] * 3 + ["unknown_kind", "hidden", "empty_file", "empty_file"]
-    assert [reason for _, reason, _ in faults(read(path))] == names
+        archive.addfile(tarfile.TarInfo(os.fsdecode(b"bad\xff\n.jsonl")))
+    names = ["not_a_file"] * 3 + ["nested_archive"] * 3 + ["unknown_kind", "hidden", *["empty_file"] * 3]
+    found = faults(read(path))
+    assert [reason for _, reason, _ in found] == names and found[-1][0] == "a.tar!bad\ufffd .jsonl"
 
 
 def test_locked_and_broken_members_of_zips(tmp_path: Path) -> None:

@@ -340,11 +340,34 @@ def test_folders_that_are_not_ours(inputs: Path, tmp_path: Path) -> None:
         prepare.prepare(config(inputs, tmp_path / "file"))
     with pytest.raises(DataError, match="holds other files and is left alone"):
         prepare.prepare(config(inputs, inputs))
+    (tmp_path / "site" / "web").mkdir(parents=True)
+    (tmp_path / "site" / "index.json").write_text('{"name": "of something else"}')
+    with pytest.raises(DataError, match="holds other files and is left alone"):
+        prepare.prepare(config(inputs, tmp_path / "site"), restart=True)
+    assert (tmp_path / "site" / "web").is_dir()
     with (
         journal.work_in(tmp_path / "busy"),
         pytest.raises(DataError, match="another process is preparing data there"),
     ):
         prepare.prepare(config(inputs, tmp_path / "busy"))
+
+
+def test_the_result_may_lie_inside_the_input(inputs: Path) -> None:
+    """It is not read, and the same command again finds everything done."""
+    report = prepare.prepare(config(inputs, inputs / "out"))
+    assert prepare.prepare(config(inputs, inputs / "out")) == report
+    with pytest.raises(DataError, match="prepared otherwise"):
+        prepare.prepare(config(inputs, inputs / "out", similarity=0.0))
+    again = prepare.prepare(config(inputs, inputs / "out", similarity=0.0), restart=True)
+    assert again["documents"] == report["documents"] + 10 and again["files_left_out"]["output"] == 1
+
+
+def test_an_input_that_changes_meanwhile_is_named(inputs: Path, tmp_path: Path) -> None:
+    """What was read of it is of two states."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 2, lambda work, line: (inputs / "a.jsonl").write_text("{}\n") and None)
+        with pytest.raises(DataError, match=r"a\.jsonl: has changed while it was read; begin again with --restart"):
+            prepare.prepare(config(inputs, tmp_path / "out"))
 
 
 def test_strict_stops_at_what_cannot_be_read(inputs: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-from openk3.data.prepare.inputs import Entry, kind_of
+from openk3.data.prepare.inputs import Entry, kind_of, text_of
 from openk3.data.prepare.items import Fault, Item, Place
 from openk3.data.prepare.streams import BOMB_FLOOR, Damaged, Stream, bounded_lines
 
@@ -35,7 +35,7 @@ def read_zip(entry: Entry, start: Place, limit: int, max_ratio: int) -> Reading:
                 raise Damaged("bomb", f"its members declare more than {max_ratio} times its size")
             if number < start.member or member.is_dir():
                 continue
-            where = f"{entry.label}!{member.filename}"
+            where = f"{entry.label}!{clean(member.filename)}"
             fault = _refused(where, member.filename, _is_link(member), bool(member.flag_bits & 1))
             place = start if number == start.member else Place(start.file, number)
             if fault is not None:
@@ -59,7 +59,7 @@ def read_tar(entry: Entry, stream: Stream, start: Place, limit: int) -> Reading:
                 vars(archive)["members"] = []  # the module keeps every header otherwise
                 if number < start.member or member.isdir():
                     continue
-                where = f"{entry.label}!{member.name}"
+                where = f"{entry.label}!{clean(member.name)}"
                 fault = _refused(where, member.name, not member.isreg() or member.issparse(), False)
                 place = start if number == start.member else Place(start.file, number)
                 if fault is not None:
@@ -75,6 +75,11 @@ def read_tar(entry: Entry, stream: Stream, start: Place, limit: int) -> Reading:
         raise Damaged("damaged", str(error)) from None
     if number < 0:
         yield Fault(entry.label, "empty_file", True, "no member in it"), Place(start.file + 1)
+
+
+def clean(name: str) -> str:
+    """A member's name as text, whatever bytes are in it, in one line."""
+    return " ".join(text_of(name).split("\n"))
 
 
 def _is_link(member: zipfile.ZipInfo) -> bool:
@@ -103,7 +108,7 @@ def _refused(where: str, name: str, is_special: bool, is_locked: bool) -> Fault 
 def _member(file: IO[bytes], about: tuple[Entry, str], start: Place, limit: int) -> Reading:
     """The records of one member."""
     entry, name = about
-    kind, label = kind_of(os.path.basename(name)), f"{entry.label}!{name}"
+    kind, label = kind_of(os.path.basename(name)), f"{entry.label}!{clean(name)}"
     after = Place(start.file, start.member + 1)
     found: bool = start.offset > 0
     if kind is not None and kind.form == "text":

@@ -64,9 +64,10 @@ def kind_of(name: str) -> Kind | None:
     return None
 
 
-def list_inputs(inputs: Sequence[str]) -> tuple[list[Entry], list[Fault]]:
+def list_inputs(inputs: Sequence[str], out: str = "") -> tuple[list[Entry], list[Fault]]:
     """Every file to read, in the order of the inputs and of paths below them, and what is left out.
 
+    The folder `out` is not entered.
     Raises DataError naming an input that does not exist, is of no kind that is read, or lists nothing.
     """
     entries: list[Entry] = []
@@ -77,7 +78,7 @@ def list_inputs(inputs: Sequence[str]) -> tuple[list[Entry], list[Fault]]:
         if not path.exists():
             raise DataError(f"{path}: no such file or folder")
         before = len(entries) + len(faults)
-        for found in _walk(path) if path.is_dir() else iter([str(path)]):
+        for found in _walk(path, os.path.realpath(out) if out else "") if path.is_dir() else iter([str(path)]):
             entry = found if isinstance(found, Fault) else _entry(found, domain, seen)
             if isinstance(entry, Fault):
                 faults.append(entry)
@@ -92,7 +93,7 @@ def list_inputs(inputs: Sequence[str]) -> tuple[list[Entry], list[Fault]]:
 
 def text_of(path: str) -> str:
     """A path as text, whatever bytes are in it."""
-    return os.fsencode(path).decode("utf-8", "replace")
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _labelled(given: str) -> tuple[str, Path]:
@@ -113,7 +114,7 @@ def _refuse(fault: Fault) -> None:
         raise DataError(f"{fault.where}: {fault.detail or fault.reason.replace('_', ' ')}")
 
 
-def _walk(root: Path) -> Iterator[str | Fault]:
+def _walk(root: Path, out: str) -> Iterator[str | Fault]:
     """Paths of all files below a folder, in order; folders that are not entered as faults."""
     try:
         with os.scandir(root) as listing:
@@ -125,11 +126,25 @@ def _walk(root: Path) -> Iterator[str | Fault]:
         if entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS:
             yield Fault(text_of(entry.path), "hidden", True)
         elif entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path))
+            if os.path.realpath(entry.path) == out:
+                yield Fault(text_of(entry.path), "output", True)
+                continue
+            yield from _walk(Path(entry.path), out)
         elif entry.is_symlink() and os.path.isdir(entry.path):
             yield Fault(text_of(entry.path), "linked_folder", True)
         else:
             yield entry.path
+
+
+def require_unchanged(entries: Sequence[Entry]) -> None:
+    """Raise DataError naming a file that is not as it was when it was listed."""
+    for entry in entries:
+        try:
+            status = os.stat(entry.path)
+        except OSError:
+            continue  # it is gone, which the reader has counted
+        if (status.st_size, status.st_mtime_ns) != (entry.size, entry.changed):
+            raise DataError(f"{entry.label}: has changed while it was read; begin again with --restart")
 
 
 def _entry(path: str, domain: str, seen: set[tuple[int, int]]) -> Entry | Fault:

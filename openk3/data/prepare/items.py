@@ -40,6 +40,7 @@ FAULTS = {
     "linked_folder": "a link to a folder, which is not followed",
     "same_file": "another name of a file that is read already",
     "hidden": "its name begins with a dot, or it is a cache of tools",
+    "output": "the folder that is being made",
     "unreadable": "may not be opened",
     "empty_file": "no bytes in it",
     "truncated": "compressed data or an archive that ends too early; what came before is used",

@@ -129,9 +129,10 @@ def finished(out: Path) -> dict[str, Any] | None:
     if not (out / INDEX).is_file():
         return None
     try:
-        return read_json(out / INDEX)
+        index = read_json(out / INDEX)
     except JsonError as error:
         raise DataError(str(error)) from None
+    return index if isinstance(index, dict) else {}
 
 
 def _seal(body: str) -> str:

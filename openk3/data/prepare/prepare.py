@@ -22,7 +22,7 @@ from openk3.data.documents import DataError
 from openk3.data.prepare import journal
 from openk3.data.prepare.chunk import EXAMPLES
 from openk3.data.prepare.duplicates import Duplicates, find_duplicates
-from openk3.data.prepare.inputs import Entry, list_inputs
+from openk3.data.prepare.inputs import Entry, list_inputs, require_unchanged
 from openk3.data.prepare.items import Fault, Item, Place
 from openk3.data.prepare.quality import SHIPPED, open_quality
 from openk3.data.prepare.readers import Reader
@@ -55,7 +55,7 @@ def prepare(
     if unknown:
         raise DataError(f"--skip-rules: no rule {unknown[0]!r}; they are {', '.join(NAMES)}")
     out = Path(os.path.expanduser(config.out))
-    entries, faults = list_inputs(config.inputs)
+    entries, faults = list_inputs(config.inputs, str(out))
     plan = journal.make_plan(config, entries, _quality_digest(config.quality))
     if config.tokenizer:
         Tokenizer.load(config.tokenizer)  # what is wrong with it is said before the work
@@ -78,7 +78,8 @@ def _require_free(out: Path, plan: dict[str, Any], restart: bool) -> None:
     if not out.is_dir() or not os.listdir(out):
         return
     done = journal.finished(out)
-    if done is None and not (out / journal.FOLDER).is_dir():
+    is_other = done is not None and not isinstance(done.get("plan"), dict)
+    if is_other or (done is None and not (out / journal.FOLDER).is_dir()):
         raise DataError(f"{out}: holds other files and is left alone; choose an empty or new folder")
     if done is not None and done.get("plan") != plan and not restart:
         raise DataError(f"{out}: holds data prepared otherwise; name another --out, or write over it with --restart")
@@ -151,6 +152,7 @@ class _Preparation:
                 self._finish(waiting.popleft())
         while waiting:
             self._finish(waiting.popleft())
+        require_unchanged(self.reader.entries)
 
     def _finish(self, result: Future[dict[str, Any]]) -> None:
         line = result_of(result)
