@@ -19,10 +19,10 @@ from openk3.model.packed_experts import PackedExperts
 from openk3.model.trace import NO_TRACE, Trace
 from openk3.ops.few.mixture import Rest, mix_few, mixes_few
 from openk3.ops.grouped_linear import grouped_linear
-from openk3.ops.joint_linear import joint_linear
+from openk3.ops.joint_linear import joint_linear, joint_linear_beside
 from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels, latent_experts
 from openk3.ops.norm import at_least_float32
-from openk3.ops.overlap import side_by_side
+from openk3.ops.overlap import runs_beside, side_by_side
 from openk3.ops.routing import Routes, combine_rows, gather_rows, route, sort_by_expert
 from openk3.ops.saved import again, name, remake, remake_linear
 from openk3.ops.situ import situ_glu
@@ -44,9 +44,12 @@ class DenseFFN(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE) -> Tensor:
-        """y_TD; nothing to trace."""
-        gate_TI, up_TI = joint_linear(x_TD, (self.gate_proj.weight, self.up_proj.weight))
+    def forward(self, x_TD: Tensor, trace: Trace = NO_TRACE, others: list[Tensor] | None = None) -> Tensor:
+        """y_TD; nothing to trace. `others` is given x_TD for the one other reader that `joint_linear_beside` allows."""
+        maps = self.gate_proj.weight, self.up_proj.weight
+        gate_TI, up_TI, *rest = (joint_linear if others is None else joint_linear_beside)(x_TD, maps)
+        if others is not None:
+            others += rest
         remake_linear("ffn_hidden", gate_TI, x_TD, self.gate_proj.weight)
         remake_linear("ffn_hidden", up_TI, x_TD, self.up_proj.weight)
         return self.down_proj(_activated(gate_TI, up_TI, self.beta, self.linear_beta))
@@ -180,7 +183,7 @@ class LatentMoE(nn.Module):
         if trace is NO_TRACE and mixes_few(x_TD, self._weights(), self.form, self._rest()):
             return mix_few(x_TD, self._weights(), self.form, self._rest())
 
-        def routed() -> Tensor:
+        def routed(x_TD: Tensor) -> Tensor:
             u_TC, scores_TE, routes = latent_experts(
                 x_TD, self._weights(), self.form, with_scores=trace is not NO_TRACE
             )
@@ -189,8 +192,13 @@ class LatentMoE(nn.Module):
             return u_TC
 
         if self.shared is None:
-            return self.up_proj(routed())
-        u_TC, y_TD = side_by_side(x_TD, routed, partial(self.shared, x_TD))
+            return self.up_proj(routed(x_TD))
+        if runs_beside(x_TD):
+            u_TC, y_TD = side_by_side(x_TD, partial(routed, x_TD), partial(self.shared, x_TD))
+        else:
+            others: list[Tensor] = []
+            y_TD = self.shared(x_TD, others=others)
+            u_TC = routed(*others)
         return y_TD.addmm_(u_TC, self.up_proj.weight.T)
 
 

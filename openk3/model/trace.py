@@ -107,7 +107,8 @@ class Recorder(Trace):
         """Copies, because a training step replaces the bias in place."""
         self.scores[layer] = scores_TE.detach()
         self.biases[layer] = bias_E.detach().clone()
-        self.routes[layer] = Routes(*(value.detach() for value in routes))
+        ids_Tk, weights_Tk, threshold_T, load_E = routes
+        self.routes[layer] = Routes(ids_Tk.detach(), weights_Tk.detach(), threshold_T.detach(), load_E)
 
     def max_logit(self, layer: int, max_H: Tensor) -> None:
         """Keep."""

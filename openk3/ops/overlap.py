@@ -12,6 +12,11 @@ Work = Callable[[], Tensor]
 MOST_ROWS = 2048
 
 
+def runs_beside(x: Tensor) -> bool:
+    """Whether `side_by_side` takes a stream of its own for rows like x's."""
+    return x.device.type == "cuda" and len(x) <= MOST_ROWS
+
+
 def side_by_side(x: Tensor, first: Work, second: Work) -> tuple[Tensor, Tensor]:
     """(first(), second()), which read nothing of each other; on a GPU neither waits for the other.
 
@@ -20,7 +25,7 @@ def side_by_side(x: Tensor, first: Work, second: Work) -> tuple[Tensor, Tensor]:
     the current stream does before. May be captured as a CUDA graph. On other devices, and for more than MOST_ROWS rows
     of x, one runs after the other.
     """
-    if x.device.type != "cuda" or len(x) > MOST_ROWS:
+    if not runs_beside(x):
         return first(), second()
     current = torch.cuda.current_stream(x.device)
     side = _side_of(x.device, current.stream_id)

@@ -16,6 +16,7 @@ class Routes(NamedTuple):
     expert_ids_Tk: torch.Tensor  # int64, k distinct experts in descending biased score
     weights_Tk: torch.Tensor  # what their outputs are multiplied with; carries the router's gradient
     threshold_T: torch.Tensor  # the (k+1)-th largest biased score, detached; -inf where there is none
+    load_E: torch.Tensor | None = None  # int64, tokens of each expert, where sorting them has counted them
 
 
 def route(

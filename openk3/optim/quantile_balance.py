@@ -179,9 +179,11 @@ class BalanceTrace(Trace):
         if not self._counts or not len(scores_TE):
             return
         scores_TE, threshold_T = at_least_float32(scores_TE.detach()), routes.threshold_T
-        ids = routes.expert_ids_Tk.flatten()
-        # Unlike bincount it does not ask a GPU for the largest.
-        load_E = ids.new_zeros(scores_TE.shape[1]).scatter_add_(0, ids, torch.ones_like(ids))
+        load_E = routes.load_E
+        if load_E is None:
+            ids = routes.expert_ids_Tk.flatten()
+            # Unlike bincount it does not ask a GPU for the largest.
+            load_E = ids.new_zeros(scores_TE.shape[1]).scatter_add_(0, ids, torch.ones_like(ids))
         with self._counting:
             self.statistics[layer].add(scores_TE, bias_E, at_least_float32(threshold_T))
             self.loads[layer] = self.loads[layer] + load_E if layer in self.loads else load_E

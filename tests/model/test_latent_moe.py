@@ -125,7 +125,7 @@ def test_bias_moves_the_choice_and_not_the_weights() -> None:
     x_TD = torch.randn(9, 32, dtype=torch.float64)
     moe.router.bias[5] = 10.0
     moe(x_TD, recorder)
-    ids_Tk, weights_Tk, _ = recorder.routes[1]
+    ids_Tk, weights_Tk, *_ = recorder.routes[1]
     assert (ids_Tk == 5).any(1).all()
     chosen = recorder.scores[1].gather(1, ids_Tk)
     close(weights_Tk, chosen / chosen.sum(1, keepdim=True))

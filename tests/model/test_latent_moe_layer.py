@@ -44,6 +44,7 @@ def test_equals_the_definition(dtype: torch.dtype, text: dict[str, object], monk
     for a, b in zip(got, want, strict=True):
         assert float((a.double() - b.double()).norm()) <= limit * float(b.double().norm())
     assert torch.equal(ours.routes[1].expert_ids_Tk, theirs.routes[1].expert_ids_Tk)
+    assert ours.routes[1].load_E.tolist() == ours.routes[1].expert_ids_Tk.flatten().bincount(minlength=8).tolist()
     torch.testing.assert_close(ours.scores[1], theirs.scores[1], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(ours.routes[1].threshold_T, theirs.routes[1].threshold_T, rtol=1e-5, atol=1e-7)
 

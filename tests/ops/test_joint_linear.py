@@ -7,7 +7,8 @@ import torch
 from op_checks import random
 from torch.nn import functional as F
 
-from openk3.ops.joint_linear import joint_linear
+from openk3.ops import joint_linear as module
+from openk3.ops.joint_linear import joint_linear, joint_linear_beside
 
 
 def test_against_separate_maps() -> None:
@@ -22,6 +23,52 @@ def test_against_separate_maps() -> None:
         for ours, theirs in zip(torch.autograd.grad(loss, [x, *weights]), torch.autograd.grad(other, [x, *weights])):
             torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     assert torch.autograd.gradcheck(lambda x, *w: joint_linear(x, w), (random(3, 4, grad=True), *weights_for(4)))
+
+
+def test_narrow_maps_by_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: values and gradients of separate maps, of which some go nowhere or are frozen; one product less."""
+    monkeypatch.setattr(module, "_joins_narrow", lambda device: True)
+    test_against_separate_maps_up_to_rounding()
+    test_what_is_not_used_gets_no_gradient()
+    products = []
+    linear = F.linear
+    monkeypatch.setattr(module.F, "linear", lambda x, w: products.append(w.shape) or linear(x, w))
+    joint_linear(random(3, 6, grad=True), [random(rows, 6, seed=rows) for rows in (128, 129, 6)])
+    assert products == [(129, 6), (136, 6)]
+    products.clear()
+    joint_linear(random(3, 6, grad=True), [random(rows, 6, seed=rows) for rows in (128, 129)])
+    assert products == [(128, 6), (129, 6)]
+
+
+def test_against_separate_maps_up_to_rounding() -> None:
+    """Weights of other heights; gradients that are not contiguous."""
+    x, weights = random(5, 8, grad=True), [random(rows, 8, seed=rows, grad=True) for rows in (7, 130, 6, 3)]
+    upstream = [random(rows, 5, seed=rows).T for rows in (7, 130, 6, 3)]
+    ours = torch.autograd.grad(joint_linear(x, weights), [x, *weights], upstream)
+    theirs = torch.autograd.grad([F.linear(x, weight) for weight in weights], [x, *weights], upstream)
+    for got, want in zip(ours, theirs):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(lambda x, *w: joint_linear(x, w), (random(3, 4, grad=True), *weights_for(4)))
+
+
+def test_input_for_another_reader() -> None:
+    """The other one's gradient is what products add to, if there is any; nothing changes under autocast."""
+    x, weights = random(5, 8, grad=True), weights_for(8)
+    (want,) = torch.autograd.grad(sum(y.sum() for y in joint_linear(x, weights)) + (x.exp() * 2).sum(), x)
+    first, second, rest = joint_linear_beside(x, weights)
+    assert torch.equal(rest, x)
+    (got,) = torch.autograd.grad(first.sum() + second.sum() + (rest.exp() * 2).sum(), x, retain_graph=True)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+    (got,) = torch.autograd.grad(rest.exp().sum(), x, retain_graph=True)
+    torch.testing.assert_close(got, x.exp().detach(), rtol=1e-13, atol=1e-13)
+    (got,) = torch.autograd.grad(second.sum(), x)
+    torch.testing.assert_close(got, weights[1].sum(0).expand(5, -1).detach(), rtol=1e-13, atol=1e-13)
+    x32 = x.detach().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        *outs, rest = joint_linear_beside(x32, [w.detach().float() for w in weights])
+        assert rest is x32 and outs[0].dtype == torch.bfloat16
+    with torch.no_grad():
+        assert joint_linear_beside(x32, [w.float() for w in weights])[2] is x32
 
 
 def weights_for(width: int) -> list[torch.Tensor]:

@@ -94,4 +94,5 @@ def latent_experts(
         name("moe_latents", z_TC)
         u_TC = again("moe_hidden", lambda z_TC: mix_experts(z_TC, routed.weights_Tk, plan, experts, norm), z_TC)
         name("moe_latents", u_TC)
-    return u_TC, routed.scores_TE, Routes(routed.ids_Tk, routed.weights_Tk, routed.threshold_T)
+    load_E = plan.start_X.diff().long() if with_scores else None
+    return u_TC, routed.scores_TE, Routes(routed.ids_Tk, routed.weights_Tk, routed.threshold_T, load_E)

@@ -21,7 +21,9 @@ from openk3.ops.latent_moe.route_kernel import (
 )
 from openk3.ops.launch import start
 
-MOST_GROUPS, MOST_SORTS = 256, 64  # programs of the two launches: each of the second reads what all of the first count
+MOST_GROUPS = 256  # programs of the first launch
+MOST_SORTS = 256  # of the second, each of which reads what all of the first count, and walks over its words in order
+MOST_COUNTS = 1 << 23  # that all of the second read in all
 
 
 class Choice(NamedTuple):
@@ -87,7 +89,8 @@ def sort(routed: Routed, tile: int) -> Plan:
     (T, k), (groups, E) = routed.ids_Tk.shape, routed.counts_GE.shape
     M = T * k
     settings = sort_settings(E, k, tile)
-    span = triton.cdiv(groups, MOST_SORTS)
+    sorts = max(1, min(MOST_SORTS, MOST_COUNTS // (groups * E)))
+    span = triton.cdiv(groups, sorts)
     programs = max(triton.cdiv(groups, span), triton.cdiv(M // tile + min(E, M), settings["ENTRIES"]))
     row, slot, begin = (routed.masks_WE.new_empty(size) for size in (M, M, E + 1))
     tiles = expert, first, end = routed.masks_WE.new_empty(3, programs * settings["ENTRIES"]).unbind()

@@ -264,7 +264,7 @@ def sort_settings(experts: int, k: int, tile: int) -> dict[str, int]:
         "SLOTS": triton.next_power_of_2(32 * k),
         "TILE": tile,
         "ENTRIES": 16,
-        "GROUPS": 16,
+        "GROUPS": max(16, min(64, 8192 // rounded)),
     }
 
 
