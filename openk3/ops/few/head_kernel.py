@@ -12,7 +12,7 @@ NONE = tl.constexpr(2**31 - 1)  # behind every token
 
 @triton.jit(do_not_specialize=["tokens", "nobody"])
 def begin_kernel(slots, lengths, target, position, page, length, tokens, nobody, PN: tl.constexpr):
-    """Of each sequence: its row of memory (`nobody` without a slot), twice, and its tokens without and with this one."""
+    """Of each sequence: its row of memory (`nobody` without a slot) twice, its tokens without and with this one."""
     n = tl.arange(0, PN)
     live = n < tokens
     slot = tl.load(slots + n, mask=live, other=0)

@@ -95,7 +95,7 @@ def _experts(
     known, warps = kernels.choose_settings(E, k, latent, inner, T)
     settings = known | _situ(form.beta, form.linear_beta) | {"I": inner}, warps
     tensors = latents, logits, weights.bias_E, w1, w3, act
-    run(kernels.choose_kernel, T * k * blocks_of(inner, known["R"]), tensors, settings, like=out_TD)
+    run(kernels.choose_kernel, T * k * blocks_of(inner, known["R"] * known["TIMES"]), tensors, settings, like=out_TD)
 
     known, warps = kernels.gather_settings(E, k, inner, latent)
     settings = known | {"C": latent, "RENORMALIZE": form.renormalize}, warps

@@ -24,6 +24,7 @@ from openk3.ops.few.product_kernel import (
 from openk3.ops.latent_moe.route_kernel import LOWEST, _ordered, _sigmoid
 from openk3.ops.situ_kernel import situ_value
 
+MOST_PROGRAMS = 528  # that make choices at once: four a multiprocessor
 TAKEN = tl.constexpr(-(2**63))  # below every key with its index
 
 
@@ -102,24 +103,28 @@ def choose_kernel(
     E: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr, EXPERTS: tl.constexpr,
     I: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
     K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    TIMES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """act [tokens * choices, I] = SiTU-GLU(w1 z, w3 z) of each token's experts."""
-    BLOCKS: tl.constexpr = (I + R - 1) // R
+    """act [tokens * choices, I] = SiTU-GLU(w1 z, w3 z) of each token's experts; a program makes TIMES R rows of it."""
+    BLOCKS: tl.constexpr = (I + R * TIMES - 1) // (R * TIMES)
     pair, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     token = (pair // CHOICES).to(tl.int64)
     experts, _, _ = _choose(logits + token * E, bias, E, CHOICES, MANY, EXPERTS, WARPS, EARLY)
     expert = tl.sum(tl.where(tl.arange(0, MANY) == pair % CHOICES, experts, 0), 0)
-    row = block * R + tl.arange(0, R)
     begin = expert.to(tl.int64) * (I * K)
-    opened = load_rows(w1 + begin, row, I, K, CHUNKS, CHUNK)
-    carried = load_rows(w3 + begin, row, I, K, CHUNKS, CHUNK)
     one = tl.arange(0, 1)
     z = latents + token * K
     SHORT: tl.constexpr = act.dtype.element_ty == tl.bfloat16
-    g = dots(opened, z, K, one, 1, None, 0.0, K, CHUNKS, CHUNK, R)
-    u = dots(carried, z, K, one, 1, None, 0.0, K, CHUNKS, CHUNK, R)
-    store_rows(act + pair.to(tl.int64) * I, situ_value(g, u, BETA, LINEAR, SHORT), one, 1, row, I)
+    opened, carried = (), ()
+    for i in tl.static_range(TIMES):  # all of them before any is used
+        row = (block * TIMES + i) * R + tl.arange(0, R)
+        opened = opened + (load_rows(w1 + begin, row, I, K, CHUNKS, CHUNK),)
+        carried = carried + (load_rows(w3 + begin, row, I, K, CHUNKS, CHUNK),)
+    for i in tl.static_range(TIMES):
+        row = (block * TIMES + i) * R + tl.arange(0, R)
+        g = dots(opened[i], z, K, one, 1, None, 0.0, K, CHUNKS, CHUNK, R)
+        u = dots(carried[i], z, K, one, 1, None, 0.0, K, CHUNKS, CHUNK, R)
+        store_rows(act + pair.to(tl.int64) * I, situ_value(g, u, BETA, LINEAR, SHORT), one, 1, row, I)
 
 
 @triton.jit
@@ -212,10 +217,14 @@ def _choice(experts: int, choices: int, warps: int) -> dict[str, int]:
 
 
 def choose_settings(experts: int, choices: int, depth: int, rows: int, tokens: int) -> tuple[dict[str, int], int]:
-    """(constants, warps) of `choose_kernel`: with more tokens a program takes more rows for each choice it makes."""
+    """(constants, warps) of `choose_kernel`: few programs, each of which makes a choice, make many rows."""
     how = shape_for(min(rows, 2048), depth, 2)
-    R = how.rows * (2 if tokens * choices > 8 and 4 * depth <= 3072 else 1)
-    return {"K": depth} | how.constants | _choice(experts, choices, how.warps) | {"R": R}, how.warps
+    R = how.rows * (2 if tokens * choices > 4 and 4 * depth <= 3072 else 1)
+    most = triton.cdiv(tokens * choices * rows, R * MOST_PROGRAMS)
+    held = 2 * R // how.warps * how.constants["CHUNKS"] * CHUNK  # values of a warp
+    times = min(triton.next_power_of_2(most), max(1, 8192 // held))
+    known = {"K": depth} | how.constants | _choice(experts, choices, how.warps)
+    return known | {"R": R, "TIMES": times}, how.warps
 
 
 def gather_settings(experts: int, choices: int, depth: int, rows: int) -> tuple[dict[str, int], int]:

@@ -15,12 +15,19 @@ from openk3.ops.kda.decode_kernel import _decay, _normalise, _recur
 
 
 @triton.jit
-def _convolved(x, window, filters, channel, TAPS: tl.constexpr, W: tl.constexpr):
-    """SiLU of the convolution of the last W - 1 inputs, read before, and x [channels], in float32."""
-    y = x.to(tl.float32) * tl.load(filters + channel * W + (W - 1)).to(tl.float32)
+def _past(window, filters, channel, TAPS: tl.constexpr, W: tl.constexpr):
+    """(what the W - 1 inputs before give to the convolution, the weight of the next one), [channels] in float32."""
+    y = tl.zeros(channel.shape, tl.float32)
     for i in tl.static_range(W - 1):
-        tap = tl.load(window + channel * TAPS + (TAPS - W + 1 + i)).to(x.dtype).to(tl.float32)
+        tap = tl.load(window + channel * TAPS + (TAPS - W + 1 + i)).to(tl.float32)
         y += tap * tl.load(filters + channel * W + i).to(tl.float32)
+    return y, tl.load(filters + channel * W + (W - 1)).to(tl.float32)
+
+
+@triton.jit
+def _convolved(x, past):
+    """SiLU of the convolution."""
+    y = past[0] + x.to(tl.float32) * past[1]
     return y * tl.sigmoid(y)
 
 
@@ -50,6 +57,10 @@ def step_kernel(
     here = (lane < N)[None, :]
     matrix = tl.load(widen + (head * K + key)[:, None] * N + lane[None, :], mask=here, other=0.0)
     slope, bias = tl.load(A_log + head), tl.load(dt_bias + head * K + key)
+    shift = place * window_stride
+    q_past = _past(q_window + shift, q_filter, head * K + key, TAPS, W)
+    k_past = _past(k_window + shift, k_filter, head * K + key, TAPS, W)
+    v_past = _past(v_window + shift, v_filter, head * V + value, TAPS, W)
     wait_for_inputs(EARLY)
     row = token * STRIDE
     x_q, x_k = tl.load(q + row + head * K + key), tl.load(k + row + head * K + key)
@@ -57,10 +68,9 @@ def step_kernel(
     small = tl.load(narrow + row + lane, mask=lane < N, other=0.0)
     open_ = tl.sigmoid(tl.load(beta + row + head).to(tl.float32))
     logit = tl.sum(matrix.to(tl.float32) * small.to(tl.float32)[None, :], 1).to(small.dtype)
-    shift = place * window_stride
-    qs = _normalise(_convolved(x_q, q_window + shift, q_filter, head * K + key, TAPS, W), K**-0.5)
-    ks = _normalise(_convolved(x_k, k_window + shift, k_filter, head * K + key, TAPS, W), 1.0)
-    vs = _convolved(x_v, v_window + shift, v_filter, head * V + value, TAPS, W)
+    qs = _normalise(_convolved(x_q, q_past), K**-0.5)
+    ks = _normalise(_convolved(x_k, k_past), 1.0)
+    vs = _convolved(x_v, v_past)
     o, state = _recur(state, qs, ks, vs[None, :], _decay(logit, slope, bias, BOUND), open_)
     tl.store(cell, state.to(states.dtype.element_ty), mask=live)
     to = out + (token * H + head) * V + value[None, :]
