@@ -110,6 +110,14 @@ class _Launch:
         self.rows("act_gradient", (d_u, w2, gate, up, weights, d_gate, d_up, scaled, shares), I, C)
         return d_gate, d_up, scaled, shares
 
+    def row_gradient(self, d_gate: Tensor, d_up: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
+        """d_gate w1 + d_up w3."""
+        (M, I), C = d_gate.shape, self.sizes.C
+        d_rows = d_gate.new_empty(M, C)
+        if self.hopper is None or not self.hopper.row_gradient((d_gate, d_up), weights, d_rows):
+            self.rows("row_gradient", (d_gate, d_up, *weights, d_rows), C, I)
+        return d_rows
+
     def down_weight(self, d_u: Tensor, scaled: Tensor, w2: Tensor, total: GradientSum | None) -> Tensor | None:
         """d_w2, or None if it was added to its sum; d_u `of_tokens`."""
         if self.library is not None:
@@ -248,7 +256,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         z, weights, w1, w3, w2, norm, *tables, gate, up, u, inverse = ctx.saved_tensors
         plan, wanted = _plan(tables, ctx.tile), ctx.needs_input_grad[2:]
-        (E, I, C), k, M = w1.shape, weights.shape[1], len(plan.slot_M)
+        (E, I, C), k = w1.shape, weights.shape[1]
         d_w1 = d_w3 = d_w2 = d_z = d_weights = None
         with on_device(z):
             launch = _Launch(plan, Sizes(C, I, E, k), ctx.form, z, w1, w3, w2)
@@ -260,9 +268,7 @@ class _Experts(torch.autograd.Function):
             if wanted[2] or wanted[3]:
                 d_w1, d_w3 = launch.gate_up_weight(d_gate, d_up, launch.of_tokens(z), (w1, w3), ctx.sums[:2])
             if wanted[0] or wanted[1]:
-                d_rows = z.new_empty(M, C)
-                launch.rows("row_gradient", (d_gate, d_up, w1, w3, d_rows), C, I)
-                d_z, d_weights = _slot_gradient(d_rows, shares, plan)
+                d_z, d_weights = _slot_gradient(launch.row_gradient(d_gate, d_up, (w1, w3)), shares, plan)
         return None, None, d_z, d_weights, d_w1, d_w3, d_w2, d_norm, *[None] * len(tables)
 
 

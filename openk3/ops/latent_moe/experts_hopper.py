@@ -36,21 +36,28 @@ class Hopper(NamedTuple):
         if depth % 64 or act is None or act.shape[1] % 128:
             return False
         matrices = [_matrix(w, (128, 64)) for w in weights]
-        self._rows(z, self.plan.slot_M, matrices, (act, gate, up), kind=1)
+        self._rows((z, z), self.plan.slot_M, matrices, (act, gate, up), kind=1)
         return True
 
     def down(self, act: Tensor, w2: Tensor, y: Tensor) -> bool:
         """y = act w2^T."""
-        if act.shape[1] % 64 or y.shape[1] % 256:
+        if act.shape[1] % 64 or y.shape[1] % 128:
             return False
-        self._rows(act, None, [_matrix(w2, (128, 64))] * 2, (y, None, None), kind=0)
+        self._rows((act, act), None, [_matrix(w2, (128, 64))] * 2, (y, None, None), kind=0)
         return True
 
     def behind(self, d_u: Tensor, w2: Tensor, d: Tensor) -> bool:
         """d = d_u w2 of each row's token."""
-        if d_u.shape[1] % 64 or d.shape[1] % 256:
+        if d_u.shape[1] % 64 or d.shape[1] % 128:
             return False
-        self._rows(d_u, self.plan.slot_M, [_matrix(w2, (64, 128))] * 2, (d, None, None), kind=2)
+        self._rows((d_u, d_u), self.plan.slot_M, [_matrix(w2, (64, 128))] * 2, (d, None, None), kind=2)
+        return True
+
+    def row_gradient(self, d: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], d_rows: Tensor) -> bool:
+        """d_rows = d_gate w1 + d_up w3."""
+        if d[0].shape[1] % 64 or d_rows.shape[1] % 128:
+            return False
+        self._rows(d, None, [_matrix(w, (64, 128)) for w in weights], (d_rows, None, None), kind=3)
         return True
 
     def down_weight(self, d_u: Tensor, scaled: Tensor, d_w2: Tensor, *, adds: bool) -> bool:
@@ -70,16 +77,24 @@ class Hopper(NamedTuple):
         return True
 
     def _rows(
-        self, x: Tensor, slot: Tensor | None, matrices: list[Matrix], results: tuple[Any, ...], *, kind: int
+        self,
+        sources: tuple[Tensor, Tensor],
+        slot: Tensor | None,
+        matrices: list[Matrix],
+        results: tuple[Any, ...],
+        *,
+        kind: int,
     ) -> None:
         from openk3.ops.latent_moe import rows_gluon as kernels
 
         plan, width = self.plan, results[0].shape[1]
-        constants, options = kernels.settings()
-        form = x.shape[1], width, self.experts, self.choices, kind, kernels.GROUP, *self.betas
+        halves = kernels.halves(kind, width)
+        constants, options = kernels.settings(halves)
+        form = sources[0].shape[1], width, self.experts, self.choices, kind, kernels.GROUP, *self.betas, halves
         tiles = len(plan.slot_M) // ROWS + min(self.experts, len(plan.slot_M))  # no plan has more
-        programs = multiprocessors(x.device)
-        arguments = [x, slot, plan.tile_expert, plan.tile_row, plan.tile_end, *matrices, *results, tiles, programs]
+        programs = multiprocessors(results[0].device)
+        tables = slot, plan.tile_expert, plan.tile_row, plan.tile_end
+        arguments = [*sources, *tables, *matrices, *results, tiles, programs]
         launch(kernels.row_product_gluon, programs, arguments, {"FORM": form, **constants}, options)
 
     def _weights(self, x: Tensor, rows: tuple[Tensor, Tensor], results: tuple[Any, ...], *, adds: bool) -> None:
