@@ -108,7 +108,7 @@ class Pretrain:
         Annotated[str, arg(metavar="[RECIPE]", help=f"One of {', '.join(recipes.NAMES)}.", help_behavior_hint="")]
     ] = ""
     data: Annotated[tuple[Path, ...], unset("[PATH [PATH ...]]")] = ()
-    """Text, Markdown, Python and JSONL files, or folders of them; the same as --data.paths."""
+    """Text, Markdown, Python and JSONL files, folders of them, or what `openk3 data prepare` made; or --data.paths."""
     resume: Annotated[Path | None, unset("RUN")] = None
     """Continue this run from its last checkpoint; no RECIPE then."""
 

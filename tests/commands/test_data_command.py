@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from openk3 import cli
 from openk3.commands import data
 from openk3.commands.flags import parse
+from openk3.data.prepare.report import EXPLAINED
+from openk3.data.prepare.rules import NAMES, RULES
 
 JOINTS = ("of the", "and the", "is in", "was near", "keeps a", "with", "has seen the", "that", "over", "to the")
 
@@ -145,3 +148,17 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         parse("data", [command, "--help"])
     said = capsys.readouterr().out
     assert f"example: openk3 data {command}" in " ".join(said.split()) and "None" not in said
+
+
+def test_the_page_names_every_rule_and_reason() -> None:
+    """docs/data.md explains each counter, in the words of the report; its flags exist."""
+    text = (Path(__file__).resolve().parent.parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    for name, says in EXPLAINED.items():
+        assert f"| `{name}` |" in text, name
+        if name not in ("near_duplicate", *NAMES):
+            assert f"| `{name}` | {says} |" in text, name
+    for rule in RULES:
+        assert f"| `{rule.name}` | {rule.source} | {rule.says} |" in text, rule.name
+    source = (Path(data.__file__).parent / "data_flags.py").read_text(encoding="utf-8")
+    for flag in set(re.findall(r"--([a-z][a-z-]+)", text)) - {"data", "help"}:
+        assert re.search(rf"^    {flag.replace('-', '_')}\b", source, re.MULTILINE), flag

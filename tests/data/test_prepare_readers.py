@@ -358,3 +358,18 @@ def test_kinds_by_name() -> None:
     assert kind_of("a.tgz") == ("tar", "gzip", "")
     assert kind_of("a.tar.zst") == ("tar", "zstd", "")
     assert kind_of("a.zip.gz") is None and kind_of("gz") is None and kind_of("a.exe") is None
+
+
+def test_progress_is_of_bytes_and_ends_at_the_total(tmp_path: Path) -> None:
+    """It never goes back, in files of every form."""
+    packed(tmp_path, "a.jsonl.gz", JSONL)
+    parquet(tmp_path / "b.parquet", [b"x"] * 300)
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        for number in range(5):
+            archive.writestr(f"{number}.txt", "text")
+    tar(tmp_path / "d.tar", [("a.jsonl", JSONL)])
+    config = PrepareConfig(inputs=(str(tmp_path),), out="")
+    reader = Reader(list_inputs(config.inputs)[0], config)
+    seen = [reader.consumed for _ in reader.read()]
+    assert seen == sorted(seen) and len(set(seen)) > 8
+    assert reader.consumed == reader.total == sum(path.stat().st_size for path in tmp_path.iterdir())

@@ -6,7 +6,7 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from openk3.data.prepare.inputs import Entry, kind_of, text_of
@@ -18,9 +18,10 @@ MEMBER_BLOCK = 1 << 16  # where a tar file ends too early, the last block before
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 
 
-def read_zip(entry: Entry, start: Place, limit: int, max_ratio: int) -> Reading:
+def read_zip(entry: Entry, start: Place, limit: int, max_ratio: int, on_share: Callable[[float], object]) -> Reading:
     """Members in the order of the archive's own list; the sizes that it declares are those that can come out.
 
+    `on_share` is told which share of the members has been read.
     Raises Damaged for what is no zip file, and where the members together grow too much.
     """
     try:
@@ -28,8 +29,9 @@ def read_zip(entry: Entry, start: Place, limit: int, max_ratio: int) -> Reading:
     except _BROKEN as error:
         raise Damaged("damaged", str(error)) from None
     with archive:
-        grown = 0
-        for number, member in enumerate(archive.infolist()):
+        grown, members = 0, archive.infolist()
+        for number, member in enumerate(members):
+            on_share(number / len(members))
             grown += member.file_size
             if grown > max(BOMB_FLOOR, max_ratio * entry.size):
                 raise Damaged("bomb", f"its members declare more than {max_ratio} times its size")

@@ -30,6 +30,7 @@ class Reader:
             self._ends.append(self._ends[-1] + entry.size)
         self._file = 0
         self._stream: Stream | None = None
+        self._share = 0.0  # of a file without a stream
 
     @property
     def total(self) -> int:
@@ -39,13 +40,18 @@ class Reader:
     @property
     def consumed(self) -> int:
         """Bytes of the files read so far."""
-        inside = self._stream.consumed() if self._stream is not None and not self._stream.closed else 0
-        return self._ends[self._file] + inside
+        if self._stream is not None and not self._stream.closed:
+            return self._ends[self._file] + self._stream.consumed()
+        size = self.entries[self._file].size if self._file < len(self.entries) else 0
+        return self._ends[self._file] + round(self._share * size)
+
+    def _at(self, share: float) -> None:
+        self._share = share
 
     def read(self, start: Place = START) -> Reading:
         """Every record and fault from `start` on, with the place behind each."""
         for number in range(start.file, len(self.entries)):
-            self._file = number
+            self._file, self._share = number, 0.0
             place = start if number == start.file else Place(number)
             try:
                 yield from self._read_file(number, place)
@@ -61,7 +67,7 @@ class Reader:
             yield from self._parquet(entry, start)
             return
         if entry.kind.form == "zip":
-            yield from read_zip(entry, start, self.limit, self.config.max_ratio)
+            yield from read_zip(entry, start, self.limit, self.config.max_ratio, self._at)
             return
         with Stream(entry.path, entry.kind.compression, self.config.max_ratio) as stream:
             self._stream = stream
@@ -96,12 +102,13 @@ class Reader:
                 if column is None:
                     yield Fault(entry.label, "no_text_column", True, self.config.text_field), Place(start.file + 1)
                     return
-                first = 0
+                first, total = 0, max(file.metadata.num_rows, 1)
                 for group in range(file.num_row_groups):
                     rows = file.metadata.row_group(group).num_rows
                     if first + rows > start.offset:
                         yield from self._rows(file, group, column, first, (entry, start))
                     first += rows
+                    self._at(first / total)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise Damaged("damaged", " ".join(str(error).split())[:200]) from None
 
