@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from openk3.ops.few.linear import linear
+from openk3.ops.few.linear import linear, takes
 from openk3.ops.unrecorded import apply
 
 FEW = 256  # tokens: as many as decode at once; more keep the launches of several products busy
+_EVEN = 8  # columns that begin at a multiple of 16 bytes
 NARROW = 128  # columns of a map: fewer leave a product waiting for x
 
 
@@ -27,10 +28,19 @@ def joint_linear(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     Raises what `F.linear` raises for shapes and dtypes that do not fit.
     """
     if len(x_TD) <= FEW and not torch.is_grad_enabled() and (whole := as_one(weights)) is not None:
-        return linear(x_TD, whole).split([len(weight) for weight in weights], -1)
+        uneven = len(whole) % _EVEN and x_TD.is_cuda and not takes(x_TD, x_TD.shape[-1])
+        made_TO = evenly(x_TD, whole) if uneven else linear(x_TD, whole)
+        return made_TO.split([len(weight) for weight in weights], -1)
     if torch.is_autocast_enabled(x_TD.device.type) or len(weights) == 1:
         return tuple(F.linear(x_TD, weight) for weight in weights)
     return apply(_JointLinear, False, x_TD, *weights)
+
+
+def evenly(x_TD: Tensor, weight_OD: Tensor) -> Tensor:
+    """x W^T [T, O] in rows that begin where a library's fast kernels write: with any other width it takes slow ones."""
+    rows = len(weight_OD)
+    out_TO = x_TD.new_empty(len(x_TD), -(-rows // _EVEN) * _EVEN)[:, :rows]
+    return torch.mm(x_TD, weight_OD.T, out=out_TO)
 
 
 def joint_linear_beside(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

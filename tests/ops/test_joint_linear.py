@@ -8,7 +8,7 @@ from op_checks import random
 from torch.nn import functional as F
 
 from openk3.ops import joint_linear as module
-from openk3.ops.joint_linear import joint_linear, joint_linear_beside
+from openk3.ops.joint_linear import evenly, joint_linear, joint_linear_beside
 
 
 def test_against_separate_maps() -> None:
@@ -111,3 +111,11 @@ def test_weights_that_lie_together() -> None:
             assert joint_linear(x, others)[1].is_contiguous()
         many = random(257, 6)
         assert joint_linear(many, (block[:5], block[5:]))[1].is_contiguous()
+
+
+def test_even_rows() -> None:
+    """A product whose rows begin at multiples of eight numbers is the same product."""
+    x, weight = random(5, 12).float(), random(13, 12, seed=1).float()
+    got = evenly(x, weight)
+    torch.testing.assert_close(got, x @ weight.T)
+    assert got.shape == (5, 13) and got.stride() == (16, 1)
