@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_cli import warm_openk3
 
 import openk3
 
@@ -18,13 +18,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    """Standard output of a command that finds this checkout's `openk3`."""
-    program = folder / "bin" / "openk3"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m openk3 "$@"\n')
-    program.chmod(0o755)
-    path = f"{program.parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+    """Standard output of a command that finds this checkout's package."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     return result.stdout
@@ -39,7 +34,10 @@ def test_examples_are_short_and_all_are_tested_here() -> None:
 
 def test_whole_story(tmp_path: Path) -> None:
     """whole_story.sh: from text to a packed model."""
-    text = run([str(EXAMPLES / "whole_story.sh"), str(ROOT / "openk3" / "model"), "run"], tmp_path, STEPS="4")
+    command = [str(EXAMPLES / "whole_story.sh"), str(ROOT / "openk3" / "model"), "run"]
+    (tmp_path / "bin").mkdir()
+    with warm_openk3(tmp_path / "bin") as programs:
+        text = run(command, tmp_path, STEPS="4", PATH=f"{programs}:{os.environ['PATH']}")
     assert "5 steps" in text and "def " in text and "Memory of the weights" in text
     assert (tmp_path / "run-mxfp4" / "model.safetensors").is_file()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from readme_tree import README, ROOT, filled, newest_gpu_run, replaced
+from warm_cli import warm_openk3
 
 from openk3 import recipes
 from openk3.commands.flags import Quickstart
@@ -41,7 +42,7 @@ def blocks(language: str) -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Standard output of a command, in a folder where `openk3` is this checkout's."""
+    """Standard output of a command, in a folder whose bin/openk3 is this checkout's."""
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=550)
     assert result.returncode == 0, f"{shlex.join(command)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
@@ -51,10 +52,6 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.fixture
 def newcomer(tmp_path: Path) -> Path:
     """An empty folder with some text of one's own in src/."""
-    program = tmp_path / "bin" / "openk3"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m openk3 "$@"\n')
-    program.chmod(0o755)
     for name in ("config", "model"):
         shutil.copytree(ROOT / "openk3" / name, tmp_path / "src" / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
@@ -64,7 +61,9 @@ def test_every_command_runs_in_order(newcomer: Path) -> None:
     """As a newcomer would type them, each in its tiny form; then the Python of the page."""
     commands = [line for block in blocks("sh") for line in block.splitlines() if line != SERVE]
     assert set(TINY) <= set(commands)
-    outputs = {command: run(shlex.split(TINY.get(command, command)), newcomer) for command in commands}
+    (newcomer / "bin").mkdir()
+    with warm_openk3(newcomer / "bin"):
+        outputs = {command: run(shlex.split(TINY.get(command, command)), newcomer) for command in commands}
     assert "openk3 chat runs/" in outputs["make demo"]
     (started,) = (path for path in (newcomer / "runs").iterdir() if path.name != "mine")
     assert {path.name for path in started.iterdir()} >= {"model", "metrics.jsonl", "report.html"}
