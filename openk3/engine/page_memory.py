@@ -9,7 +9,7 @@ behind; the one in row 0 of the first group is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from openk3.config.model import ConfigError, ModelConfig
 from openk3.config.serve import ROW_ALIGNMENT, CacheConfig, PageShape, carry_bytes, kda_row_bytes
 from openk3.engine.page_plans import CopyPlan
+from openk3.ops.device_tables import sent
 
 
 class StatePages(NamedTuple):
@@ -96,16 +97,23 @@ class PageMemory:
         """Hidden vectors of the last tokens that states of the first group have come to [P, D]: a view."""
         return self._row(0, self._kda_bytes, self._text.hidden_size, self.dtype)
 
-    def carry_out(self, plan: CopyPlan) -> None:
-        """Zero and copy as the plan says."""
+    def carry_out(self, *plans: CopyPlan) -> None:
+        """Zero and copy as plans say, none of which writes what another one reads or writes."""
         words = self._words_PRB
-        for page in plan.zero_states:
-            words[page, :, : self._state_words] = 0
-        for source, target, num_tokens in plan.latent_copies:
+        state_PRB = words[:, :, : self._state_words]
+        zeros = [page for plan in plans for page in plan.zero_states]
+        copies = [pair for plan in plans for pair in plan.state_copies]
+        if zeros:
+            state_PRB.index_fill_(0, self._numbers(zeros), 0)
+        for source, target, num_tokens in [copy for plan in plans for copy in plan.latent_copies]:
             count = _words(num_tokens * self._text.latent_dim * self.dtype.itemsize)
             words[target, :, :count] = words[source, :, :count]
-        for source, target in plan.state_copies:
-            words[target, :, : self._state_words] = words[source, :, : self._state_words]
+        if copies:
+            source_N, target_N = self._numbers(copies).unbind(1)
+            state_PRB.index_copy_(0, target_N, state_PRB.index_select(0, source_N))
+
+    def _numbers(self, numbers: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+        return sent(torch.tensor(numbers, dtype=torch.int64), self._words_PRB.device)
 
     def poison(self, pages: Iterable[int]) -> None:
         """Make every number in these pages a NaN: what is read by mistake shows at once."""

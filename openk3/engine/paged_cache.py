@@ -98,7 +98,7 @@ class PagedStates:
 
     def __init__(self, owner: PagedCache, group: int, row: int) -> None:
         self._owner, self._group = owner, group
-        self._state_PHKV, self._inputs_PCW = owner.memory.states(row)
+        self._state_PHKV, _ = owner.memory.states(row)
         self._inputs_PXW = owner.memory.joint_inputs(row)
         self.drafts: Drafts | None = None
 
@@ -107,11 +107,15 @@ class PagedStates:
         assert self.drafts is not None and self.drafts.inputs is not None
         self.write(which, run(self.drafts.inputs.rows(rows), sequences, self.read(which)))
 
+    def is_new(self, which: slice) -> bool:
+        """Whether none of these requests has a token before the pass."""
+        return not any(self._owner.batch.starts[which])
+
     def read(self, which: slice | list[int]) -> States:
         """Copies of what these requests have reached; a window's oldest input, which nobody needs, is zero."""
-        slots = self._owner.batch.slots[self._group][which]
-        windows = tuple(F.pad(inputs_PCW[slots], (1, 0)) for inputs_PCW in self._inputs_PCW)
-        return self._state_PHKV[slots], windows
+        slot_N = self._owner.batch.slots[self._group][which]
+        inputs = self._inputs_PXW.index_select(0, slot_N).chunk(3, 1)
+        return self._state_PHKV.index_select(0, slot_N), tuple(F.pad(inputs_NCW, (1, 0)) for inputs_NCW in inputs)
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Copies of what all requests of the pass have reached: states, and W - 1 inputs of q, k and v [N, 3 * C]."""
@@ -126,11 +130,10 @@ class PagedStates:
 
     def write(self, which: slice | list[int], states: States) -> None:
         """Overwrite the requests' own pages."""
-        slots = self._owner.batch.slots[self._group][which]
+        slot_N = self._owner.batch.slots[self._group][which]
         state_NHKV, windows = states
-        self._state_PHKV[slots] = state_NHKV
-        for inputs_PCW, window_NCW in zip(self._inputs_PCW, windows):
-            inputs_PCW[slots] = window_NCW[..., 1:].to(inputs_PCW.dtype)
+        self._state_PHKV.index_copy_(0, slot_N, state_NHKV.to(self._state_PHKV.dtype))
+        self._inputs_PXW.index_copy_(0, slot_N, torch.cat(windows, 1)[..., 1:].to(self._inputs_PXW.dtype))
 
 
 class PagedLatents:

@@ -92,8 +92,7 @@ class Runner:
         Works are in their order (`Work.order`). Those with guesses are entered by `settle`. If it raises, states of its
         jobs may have moved on without the books: every one of them must start again.
         """
-        for work in works:
-            self._land(work)
+        self._land(works)
         stepped, rest = list[Work](), list[Work]()
         takes = self.decode.takes if self.decode is not None and self.decode.now() else None
         for work in works:
@@ -178,15 +177,16 @@ class Runner:
             self.cache.carries.write(list(ends), carry_TD[last])
         for n, end in ends.items():
             self.books.computed(held(works[n]), end)
-            self._land(works[n])
+        self._land([works[n] for n in ends])
 
-    def _land(self, work: Work) -> None:
-        """Make the copies that a job's start or checkpoint asks for."""
-        request = held(work)
-        if request.plan is not None:
-            self.memory.carry_out(request.plan)
+    def _land(self, works: Sequence[Work]) -> None:
+        """Make the copies that jobs' starts or checkpoints ask for."""
+        waiting = [(request, request.plan) for request in map(held, works) if request.plan is not None]
+        if waiting:
+            self.memory.carry_out(*(plan for _, plan in waiting))
+        for request, plan in waiting:
             if self.tier is not None:
-                self.tier.load(request.plan)
+                self.tier.load(plan)
             self.books.landed(request)
 
 

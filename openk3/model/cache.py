@@ -97,6 +97,10 @@ class StateCache(Protocol):
         """Sequences that are not written: the layer keeps their inputs here instead. None where every token counts."""
         ...
 
+    def is_new(self, which: slice) -> bool:
+        """Whether these sequences are known to be at their beginning, so that there is nothing to read."""
+        ...
+
     def read(self, which: slice) -> States:
         """States and windows that these sequences have reached; to be read only."""
         ...
@@ -153,6 +157,10 @@ class KdaCache:
         self.windows: tuple[Tensor, ...] = tuple(windows)  # q, k, v
         self.drafts: Drafts | None = None
         self._next: list[States] = []
+
+    def is_new(self, which: slice) -> bool:
+        """Its states are always there to be read."""
+        return False
 
     def read(self, which: slice) -> States:
         """What is committed of these sequences."""

@@ -100,9 +100,11 @@ class KimiDeltaAttention(nn.Module):
                 drafts.inputs = Projected(*(x.clone() for x in inputs.tensors()))  # not the whole pass's
                 outputs.append(self._verify(inputs, gate_TC[rows], part, cache.read(which)))
                 continue
-            steps = part.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD)
-            mix = self._decode if steps else self._mix
-            y_TC, states = mix(inputs, gate_TC[rows], part, cache.read(which))
+            if part.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD):
+                y_TC, states = self._decode(inputs, gate_TC[rows], part, cache.read(which))
+            else:
+                before = None if cache.is_new(which) else cache.read(which)
+                y_TC, states = self._mix(inputs, gate_TC[rows], part, before)
             cache.write(which, states)
             outputs.append(y_TC)
         return through(self.o_proj, outputs[0] if len(outputs) == 1 else torch.cat(outputs))

@@ -77,7 +77,7 @@ class GatedMLA(nn.Module):
         elif isinstance(cache, StepLatents):
             o_THV = self._through_latents(q_THK, partial(cache.attend, latent_TC, scale=self.scale))
         else:
-            o_THV = self._continue(q_THK, cache.append(latent_TC, sequences), sequences, cache.lengths, trace)
+            o_THV = self._continue(q_THK, latent_TC, sequences, cache, trace)
         o_TC = o_THV.flatten(-2)
         if self.g_proj is None:
             return self.o_proj(o_TC.to(x_TD.dtype))
@@ -94,14 +94,18 @@ class GatedMLA(nn.Module):
         return LatentWeights(*norms, self.kv_b_proj.weight, self.heads, self.nope, self.value)
 
     def _continue(
-        self, q_THK: Tensor, latents: Sequence[Tensor], sequences: Sequences, past: Sequence[int], trace: Trace
+        self, q_THK: Tensor, latent_TC: Tensor, sequences: Sequences, cache: LatentCache, trace: Trace
     ) -> Tensor:
-        """o_THV of sequences that had `past` rows before the pass; those with few new tokens that come first apart."""
-        traced, outputs = trace.wants("max_logit"), []
+        """o_THV of sequences that go on from what is cached; those with few new tokens that come first apart."""
+        past, latents = list(cache.lengths), cache.append(latent_TC, sequences)
+        traced, outputs = trace.wants("max_logit"), list[Tensor]()
         few = 0 if traced else sum(1 for _ in takewhile(self._few, sequences.lengths))
         for which, rows, part in sequences.split(few):
             if not traced and self.prefers_absorbed(part, past[which]):
                 outputs.append(self.absorbed(q_THK[rows], latents[which], part.cu_seqlens))
+                continue
+            if not any(past[which]):  # all there is are the pass's own
+                outputs.append(self.expanded(q_THK[rows], latent_TC[rows], part.cu_seqlens, part.cu_seqlens, trace))
                 continue
             whole = list(latents[which])
             ends = torch.tensor([0, *map(len, whole)]).cumsum(0)

@@ -34,6 +34,8 @@ def at_full_precision(run: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(run)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            return run(*args, **kwargs)
         with ExitStack() as stack:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from openk3.ops.backend import multiprocessors, on_device
 from openk3.ops.launch import start
 from openk3.ops.norm_kernel import PROGRAMS, norm_backward_kernel, norm_forward_kernel, settings
+from openk3.ops.unrecorded import apply
 
 
 class _Norm(torch.autograd.Function):
@@ -53,10 +54,10 @@ class _Norm(torch.autograd.Function):
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `ops.norm.rms_norm`."""
     rows = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
-    return _Norm.apply(rows, None, weight.contiguous(), float(eps)).view(x.shape)
+    return apply(_Norm, rows, None, weight.contiguous(), float(eps)).view(x.shape)
 
 
 def fused_gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `ops.norm.gated_rms_norm`."""
     rows, gates = (x.reshape(-1, o.shape[-1]).contiguous() for x in (o, gate))
-    return _Norm.apply(rows, gates, weight.contiguous(), float(eps)).view(o.shape)
+    return apply(_Norm, rows, gates, weight.contiguous(), float(eps)).view(o.shape)

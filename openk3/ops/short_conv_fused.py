@@ -15,6 +15,7 @@ from openk3.ops.backend import on_device
 from openk3.ops.launch import start
 from openk3.ops.sequences import bounds_on
 from openk3.ops.short_conv_kernel import Settings, conv_backward_kernel, conv_forward_kernel, conv_weight_kernel
+from openk3.ops.unrecorded import apply
 
 
 @dataclass(frozen=True)
@@ -131,5 +132,5 @@ def convolve(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The convolutions of up to three streams of one shape and dtype; (outputs, new windows) as in `short_conv`."""
     tensors = [*x_TC, *weight_CW, *(window_NCW or ())]
-    results = _ShortConvs.apply(layout, *(tensor.contiguous() for tensor in tensors))
+    results = apply(_ShortConvs, layout, *(tensor.contiguous() for tensor in tensors))
     return results[: layout.streams], results[layout.streams :]

@@ -11,6 +11,7 @@ from openk3.ops.backend import on_device
 from openk3.ops.launch import start
 from openk3.ops.rows_fused import apart, gate_rows
 from openk3.ops.sigmoid_gate_kernel import BLOCK, WARPS, gate_backward_kernel, gate_kernel
+from openk3.ops.unrecorded import apply
 
 
 class _SigmoidGate(torch.autograd.Function):
@@ -41,4 +42,4 @@ def fused_sigmoid_gate(o: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """As `ops.sigmoid_gate.sigmoid_gate`, for shapes and formats that it has checked."""
     if apart(gate) and o.ndim == 2:
         return gate_rows(o, gate, dtype)
-    return _SigmoidGate.apply(o.contiguous(), gate.contiguous(), dtype)
+    return apply(_SigmoidGate, o.contiguous(), gate.contiguous(), dtype)

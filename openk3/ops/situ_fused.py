@@ -11,6 +11,7 @@ from openk3.ops.backend import on_device
 from openk3.ops.launch import start
 from openk3.ops.rows_fused import apart, situ_rows
 from openk3.ops.situ_kernel import BLOCK, WARPS, situ_backward_kernel, situ_kernel
+from openk3.ops.unrecorded import apply
 
 
 class _SituGlu(torch.autograd.Function):
@@ -43,4 +44,4 @@ def fused_situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | N
     """As `ops.situ.situ_glu`, for shapes and dtypes that it has checked."""
     if apart(gate, up):
         return situ_rows(gate, up, beta, linear_beta)
-    return _SituGlu.apply(gate.contiguous(), up.contiguous(), float(beta), linear_beta and float(linear_beta))
+    return apply(_SituGlu, gate.contiguous(), up.contiguous(), float(beta), linear_beta and float(linear_beta))

@@ -11,6 +11,8 @@ from torch.autograd import Function
 class _KeepsNothing:
     """Stands where a forward pass expects its ctx, and forgets what it is told."""
 
+    needs_input_grad: tuple[bool, ...] = ()
+
     def __setattr__(self, name: str, value: object) -> None:
         pass
 

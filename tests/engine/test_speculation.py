@@ -58,7 +58,7 @@ def compare_states(one: CheckedEngine, job: Job) -> None:
     for n, (paged, plain) in enumerate(zip(states, [x for x in cache.layers if isinstance(x, KdaCache)])):
         page = job.cache.states[n // groups]
         torch.testing.assert_close(paged._state_PHKV[page], plain.state_NHKV[0], rtol=0, atol=1e-10)
-        for inputs_PCW, window_NCW in zip(paged._inputs_PCW, plain.windows):
+        for inputs_PCW, window_NCW in zip(paged._inputs_PXW.chunk(3, 1), plain.windows):
             torch.testing.assert_close(inputs_PCW[page], window_NCW[0, :, 1:], rtol=0, atol=1e-10)
     if one.config.speculation is not None and one.config.speculation.draft == "mtp":
         carry_D = one.memory.carries()[job.cache.states[0]]
