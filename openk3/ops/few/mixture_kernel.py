@@ -25,7 +25,6 @@ from openk3.ops.latent_moe.route_kernel import LOWEST, _ordered, _sigmoid
 from openk3.ops.situ_kernel import situ_value
 
 MOST_PROGRAMS = 528  # that make choices at once: four a multiprocessor
-TAKEN = tl.constexpr(-(2**63))  # below every key with its index
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -69,38 +68,39 @@ def project_kernel(
 
 @triton.jit
 def _choose(
-    logits, bias, E: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr, EXPERTS: tl.constexpr,
-    WARPS: tl.constexpr, WAIT: tl.constexpr,
+    logits, bias, choice, E: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr, WARPS: tl.constexpr,
+    WAIT: tl.constexpr,
 ):  # fmt: skip
-    """(experts [MANY] of a token, their scores, the sum of these), as `route_kernel` chooses; WAIT for the logits.
+    """(experts of some choices of a token, their scores, the sum of all chosen ones), as `route_kernel` chooses.
 
-    MANY: choices, to a power of two. Every warp does all of it: nothing goes through shared memory until the end.
+    WAIT for the logits. Every warp does all of it: nothing goes through shared memory until the end. Integers of 32
+    bits have their maximum over a warp by one instruction.
     """
     lane = tl.arange(0, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     there = lane < E
     shift = tl.load(bias + lane, mask=there, other=0.0)
     wait_then_release(WAIT)
     score = _sigmoid(tl.load(logits + lane, mask=there, other=0.0))
-    key = tl.maximum(_ordered(score + shift), LOWEST + 1).to(tl.int64)
-    # Of equal keys the lower index wins.
-    both = tl.where(there, (key << 32) | (EXPERTS - 1 - lane).to(tl.int64), TAKEN)
-    choice = tl.arange(0, MANY)[None, :] + tl.zeros([WARPS, 1], tl.int32)
-    mine = tl.full([WARPS, MANY], 0, tl.int32)
-    own = tl.zeros([WARPS, MANY], tl.float32)
+    key = tl.where(there, tl.maximum(_ordered(score + shift), LOWEST + 1), LOWEST)
+    choice = choice[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    mine = tl.zeros_like(choice)
+    own = tl.zeros(choice.shape, tl.float32)
     for i in tl.static_range(CHOICES):
-        top = tl.max(both, 1)[:, None]
-        chosen = both == top
-        mine = tl.where(choice == i, EXPERTS - 1 - (top & 0xFFFFFFFF).to(tl.int32), mine)
+        top = tl.max(key, 1)[:, None]
+        # Of equal keys the lower index wins.
+        first = tl.min(tl.where(key == top, lane, EXPERTS), 1)[:, None]
+        chosen = lane == first
+        mine = tl.where(choice == i, first, mine)
         own = tl.where(choice == i, tl.sum(tl.where(chosen, score, 0.0), 1)[:, None], own)
-        both = tl.where(chosen, TAKEN, both)
-    total = tl.sum(tl.where((both == TAKEN) & there, score, 0.0), 1)
+        key = tl.where(chosen, LOWEST, key)
+    total = tl.sum(tl.where((key == LOWEST) & there, score, 0.0), 1)
     return tl.max(mine, 0), tl.max(own, 0), tl.max(total, 0)
 
 
 @triton.jit
 def choose_kernel(
     latents, logits, bias, w1, w3, act,
-    E: tl.constexpr, CHOICES: tl.constexpr, MANY: tl.constexpr, EXPERTS: tl.constexpr,
+    E: tl.constexpr, CHOICES: tl.constexpr, EXPERTS: tl.constexpr,
     I: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
     K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
     TIMES: tl.constexpr, EARLY: tl.constexpr,
@@ -109,10 +109,10 @@ def choose_kernel(
     BLOCKS: tl.constexpr = (I + R * TIMES - 1) // (R * TIMES)
     pair, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     token = (pair // CHOICES).to(tl.int64)
-    experts, _, _ = _choose(logits + token * E, bias, E, CHOICES, MANY, EXPERTS, WARPS, EARLY)
-    expert = tl.sum(tl.where(tl.arange(0, MANY) == pair % CHOICES, experts, 0), 0)
-    begin = expert.to(tl.int64) * (I * K)
     one = tl.arange(0, 1)
+    experts, _, _ = _choose(logits + token * E, bias, one + pair % CHOICES, E, CHOICES, EXPERTS, WARPS, EARLY)
+    expert = tl.max(experts, 0)
+    begin = expert.to(tl.int64) * (I * K)
     z = latents + token * K
     SHORT: tl.constexpr = act.dtype.element_ty == tl.bfloat16
     opened, carried = (), ()
@@ -152,8 +152,8 @@ def gather_kernel(
     BLOCKS: tl.constexpr = (C + R - 1) // R
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.program_id(0) % BLOCKS * R + tl.arange(0, R)
-    expert, weight, total = _choose(logits + token * E, bias, E, CHOICES, MANY, EXPERTS, WARPS, False)
     choice = tl.arange(0, MANY)
+    expert, weight, total = _choose(logits + token * E, bias, choice, E, CHOICES, EXPERTS, WARPS, False)
     expert = tl.where(choice < CHOICES, expert, -1)
     if RENORMALIZE and CHOICES > 1:
         weight = weight / (total + 1e-20)
