@@ -219,7 +219,7 @@ def measure_mxfp8(row: Row, device: torch.device, protocol: Protocol, rate: floa
     call = calls[row.what]
     with latent_moe.forced("reference"):
         theirs = median_ms([call], device, Protocol(3, 1))
-    took = median_ms([call], device, protocol)
+    took = timed([call], device, protocol, True)
     floor = row.T * row.C * (4 if row.what == "round trip" else 3 + 1 / 32) / rate * 1e3
     found = {"work": row.name, "ours_ms": took, "definition_ms": theirs, "floor_ms": floor, "goal_ms": None}
     return found | {"of_floor": floor / took}

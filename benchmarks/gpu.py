@@ -67,6 +67,7 @@ WITH_PEERS = {
     "situ": 1,
     "kimi_linear": 9,
 }  # scripts that look for some of their own, and in how many folders
+LOST_MEMORY = 8e9  # bytes that a part may leave behind; with more the next one begins in a process of its own
 QUICK = ("cross_entropy", "newton_schulz")  # scripts that otherwise compile torch's way, too, for a minute each
 NEED_GPU = ("engine",)  # elsewhere it is `openk3 bench serve`
 PACKAGES = ("triton", "fla-core", "nemo-automodel", "transformers")
@@ -93,7 +94,7 @@ def of_whole_models(name: str, options: argparse.Namespace) -> Rows:
 
 
 def released(options: argparse.Namespace) -> bool:
-    """Give memory back before the next part; whether the GPU still answers."""
+    """Give memory back before the next part; whether the GPU still answers, and has its memory back."""
     gc.collect()
     if options.device == "cuda":
         try:
@@ -101,6 +102,7 @@ def released(options: argparse.Namespace) -> bool:
             torch.cuda.empty_cache()
         except RuntimeError:
             return False
+        return torch.cuda.memory_allocated() < LOST_MEMORY
     return True
 
 
@@ -180,7 +182,7 @@ def limit(part: str) -> float:
 
 
 def go_on_anew(options: argparse.Namespace, results: Results, parts: list[str], seconds: float) -> None:
-    """The parts that are left, by this script from its beginning in place of this process, whose GPU is gone."""
+    """The parts that are left, by this script anew in place of this process, whose GPU or memory is gone."""
     if not parts:
         print(markdown(results.found), flush=True)
         os._exit(1)

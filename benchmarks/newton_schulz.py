@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from kda_timing import Protocol, copy_rate, median_ms  # noqa: E402
 from torch import Tensor  # noqa: E402
+from train_rows import dismiss  # noqa: E402
 
 from openk3 import recipes  # noqa: E402
 from openk3.model.accounting import account  # noqa: E402
@@ -177,6 +178,7 @@ def measure_optimizer(row: Row, device: torch.device, protocol: Protocol) -> dic
     finally:
         muon.newton_schulz = definition
         os.environ.pop("OPENK3_BACKEND")
+    dismiss(optimizer)
     goal = GOAL_MFU.get(row.recipe, 0.25)
     found["training_step_ms"] = TOKENS * flops / (goal * PEAK_FLOPS) * 1e3
     found["share_of_step"] = found["ours_ms"] / found["training_step_ms"]

@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
 from all_mla import PlainStream  # noqa: E402
 from kda_timing import Protocol, median_ms  # noqa: E402
+from train_rows import dismiss  # noqa: E402
 
 from openk3.commands.bench import complete, random_batches, random_model  # noqa: E402
 from openk3.commands.bench_flags import BenchTrain  # noqa: E402
@@ -78,14 +79,17 @@ def training(row: Row, options: argparse.Namespace) -> dict[str, float]:
     config = complete(BenchTrain(row.recipe, **sizes, steps=1, warmups=0, device=options.device))
     state, batches = TrainState.around(random_model(config), config), random_batches(config)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(3 if options.quick or options.small else 5):
-        for is_plain in times:
-            began = time.perf_counter()
-            with plain_residuals(is_plain):
-                train_step(state, batches)
-            if options.device == "cuda":
-                torch.cuda.synchronize()
-            times[is_plain].append(1e3 * (time.perf_counter() - began))
+    try:
+        for _ in range(3 if options.quick or options.small else 5):
+            for is_plain in times:
+                began = time.perf_counter()
+                with plain_residuals(is_plain):
+                    train_step(state, batches)
+                if options.device == "cuda":
+                    torch.cuda.synchronize()
+                times[is_plain].append(1e3 * (time.perf_counter() - began))
+    finally:
+        dismiss(state.optimizer)
     return {"ours_ms": statistics.median(times[False][1:]), "plain_ms": statistics.median(times[True][1:])}
 
 

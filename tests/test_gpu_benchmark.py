@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ import time_to_loss  # noqa: E402
 import train_rows  # noqa: E402
 import whole_models  # noqa: E402
 
+from openk3.config.train import PretrainConfig  # noqa: E402
 from openk3.model import k3  # noqa: E402
 from openk3.model.depth import ResidualStream  # noqa: E402
 from openk3.model.k3 import K3  # noqa: E402
@@ -112,7 +114,7 @@ def test_where_the_gpu_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_training_rows(tmp_path: Path) -> None:
-    """A step by its operations, and what waits for the backward pass; nothing that needs a GPU on a CPU."""
+    """A step by its operations; nothing that needs a GPU on a CPU."""
     assert gpu.main([*TRIAL, "--parts", "train", "--out", str(tmp_path)]) == 0
     found, text = results(tmp_path)
     (row,) = found["rows"]
@@ -120,7 +122,22 @@ def test_training_rows(tmp_path: Path) -> None:
     assert row["tokens_per_s"] == pytest.approx(128e3 / row["ours_ms"]) and "mfu" not in row
     assert {"optimizer", "experts", "KDA"} <= {each["name"] for each in row["operations"]}
     assert sum(each["seconds"] for each in row["operations"]) == pytest.approx(row["busy_ms"] / 1e3)
-    assert row["saved_bytes"] and "Kernels of one micro-batch of train tiny 2x64" in text
+    assert "Kernels of one micro-batch of train tiny 2x64" in text
+
+
+def test_training_lets_go_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in bfloat16, too, whose optimizer hangs on them by hooks: the next recipe needs their memory."""
+    alive: list[weakref.ref] = []
+
+    def built(config: PretrainConfig) -> K3:
+        model = K3.build(config.model, seed=0, dtype=torch.bfloat16)
+        alive.extend(weakref.ref(parameter) for parameter in model.parameters())
+        return model
+
+    monkeypatch.setattr(train_rows.bench, "random_model", built)
+    monkeypatch.setattr(train_rows, "breakdown", lambda model, call, device: call() or {})
+    train_rows.measure(train_rows.BenchTrain("tiny", 64, 64, 2), "cpu", 1)
+    assert alive and not any(parameter() is not None for parameter in alive)
 
 
 def test_experts_and_activations(tmp_path: Path) -> None:
