@@ -158,9 +158,10 @@ class Loop:
             if work.job not in ends:
                 finish = _extend(work.job, tokens, self._of(work.job), self.books.largest_request)
                 ends.update({} if finish is None else {work.job: finish})
-        for job in [work.job for work in works if work.job not in ends]:
-            if job.num_left == 0:  # only its prompt was asked about
-                ends[job] = Finish("length")
+        if len(results.works) < len(works):
+            for job in [work.job for work in works if work.job not in ends]:
+                if job.num_left == 0:  # only its prompt was asked about
+                    ends[job] = Finish("length")
 
     def _isolate(self, works: list[Work], ends: dict[Job, Finish], error: Exception) -> None:
         """A pass has failed: a job that was alone is guilty, others start again unless they have ended."""

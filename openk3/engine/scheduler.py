@@ -59,14 +59,18 @@ class Scheduler:
         """
         self.step += 1
         self._admit()
-        works = []
-        shares = self._shares.divide(self.config.step_tokens, self._candidates())
-        for job, num_tokens in sorted(shares.items(), key=lambda item: item[0].rank):
+        works, candidates = list[Work](), self._candidates()
+        shares = self._shares.divide(self.config.step_tokens, candidates)
+        for job in candidates:  # by rank
+            if job not in shares:
+                continue
             job.last_served = self.step  # also without room: then it is the turn of those before it, who make room
-            work = self._reserve(job, num_tokens)
+            work = self._reserve(job, shares[job])
             if work is not None:
                 works.append(work)
-        return sorted(works, key=lambda work: work.order)
+        if sum(shares.values()) > len(works):  # not all of one token, which are in their order
+            works.sort(key=lambda work: work.order)
+        return works
 
     def preempt(self, job: Job, *, keep_state: bool = True) -> None:
         """Take a running job's pages; it waits, and computes again what the cache has lost by then.
@@ -162,8 +166,10 @@ class Scheduler:
         """Pages for a job's next tokens, at least for one; jobs after it make room. None if it must wait."""
         if job.cache is None:  # preempted for one before it
             return None
-        start = job.num_computed
+        start = job.cache.num_computed
         end = start + num_tokens
+        if num_tokens == 1 and self.books.fits(job.cache, end):
+            return Work(job, start, end, max(0, end - job.num_tokens))
         if end <= job.num_tokens:  # of drafts, what is accepted is replayed in pieces that end at checkpoints
             end = self.books.checkpoints.next_stop(job.cache, end, self.config.cache.cut_tokens)
         for victim in self._after(job):

@@ -35,17 +35,22 @@ class Shares:
 
     def divide(self, budget: int, jobs: Sequence[Job]) -> dict[Job, int]:
         """Tokens of each job that has some; `jobs` are in order of their rank."""
-        shares = dict[Job, int]()
-        decodes = sorted((job for job in jobs if job.num_left == 1), key=lambda job: (job.last_served, job.rank))
-        prompts = [job for job in jobs if job.num_left > 1]
+        decodes, prompts = list[Job](), list[Job]()
+        for job in jobs:
+            if (left := job.num_left) == 1:
+                decodes.append(job)
+            elif left:
+                prompts.append(job)
         if self._wait(prompts, budget - len(decodes) if decodes else 0):
             prompts = []
         self._mixed_turns += bool(decodes and prompts)
         kept = min(_quarter(budget, self._mixed_turns), sum(job.num_left for job in prompts))
-        for job in decodes[: budget - kept]:
-            shares[job] = 1
+        drafts = any(job.num_drafts for job in decodes)
+        if drafts or len(decodes) > budget - kept:  # otherwise each has its turn, in any order
+            decodes.sort(key=lambda job: (job.last_served, job.rank))
+        shares = dict.fromkeys(decodes[: budget - kept], 1)
         spare = budget - kept - len(shares)
-        for job in list(shares):
+        for job in list(shares) if drafts else ():
             shares[job] += min(spare, job.num_drafts)
             spare -= shares[job] - 1
         budget -= sum(shares.values())

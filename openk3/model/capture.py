@@ -39,20 +39,23 @@ class Form:
         self._tables = [
             table for each in modules for table in (each._modules, each._parameters, each._buffers) if table
         ]
-        self._sized = [*_hooks(modules), *map(vars, (model, *modules))]
+        self._hooks = _hooks(modules)
+        self._sized = [*map(vars, (model, *modules))]
         self._objects = list(self._look())
         self._tensors = [each for each in self._objects if isinstance(each, Tensor)]
         self._marks = self._count()
 
     def holds(self) -> bool:
         """Whether all is where it was; what is written into weights in place does not matter."""
-        return self._count() == self._marks and all(map(is_, self._look(), self._objects))
+        found = self._look()
+        return self._count() == self._marks and all(map(is_, found, self._objects))
 
     def _look(self) -> Iterable[object]:
-        return chain.from_iterable(table.values() for table in self._tables)
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def _count(self) -> list[Any]:
-        return [*map(len, self._sized), *map(type, self._modules), *map(Tensor.data_ptr, self._tensors)]
+        hooks = [*map(len, self._hooks)] if any(self._hooks) else []
+        return [*hooks, *map(len, self._sized), *map(type, self._modules), *map(Tensor.data_ptr, self._tensors)]
 
 
 def _hooks(modules: Iterable[nn.Module]) -> list[Any]:
