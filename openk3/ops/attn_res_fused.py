@@ -32,6 +32,7 @@ from openk3.ops.attn_res_kernel import (
 )
 from openk3.ops.backend import on_device, prefers_gluon
 from openk3.ops.kda.gluon_launch import launch
+from openk3.ops.launch import cdiv
 from openk3.ops.saved import name
 
 
@@ -206,7 +207,7 @@ class _Backward(NamedTuple):
         """Gradients of query, norm weight and out weight from the programs' shares."""
         programs, D = d_vectors.shape
         into = [torch.empty_like(x) if x is not None else None for x in (self.query, self.norm_weight, out_weight)]
-        blocks = triton.cdiv(D, VECTORS["BLOCK"])
+        blocks = cdiv(D, VECTORS["BLOCK"])
         arguments = d_vectors, d_outs, self.query, self.norm_weight, *into, programs
         _launch(attn_res_kernel.mix_vectors_kernel, blocks, arguments, {"D": D} | VECTORS, VECTORS_OPTIONS)
         return into
@@ -292,13 +293,13 @@ def inter_block(
         rows = tuple(source.contiguous() for source in sources)
         weights = x.new_empty(T, L, Q, dtype=torch.float32)
         flags = attn_res_phase_kernel.score_constants(D, Q)
-        grid = (triton.cdiv(T, flags["ROWS"]), triton.cdiv(Q, flags["QUERIES"]))
+        grid = (cdiv(T, flags["ROWS"]), cdiv(Q, flags["QUERIES"]))
         with on_device(x):
             vectors = vectors_QD.float().contiguous()
             run = attn_res_phase_kernel.phase_score_kernel[grid]
             run(rows, vectors, weights, tops, totals, T, Q, eps, 1.0, **flags)
             flags = attn_res_phase_kernel.mix_constants(D)
-            run = attn_res_phase_kernel.phase_mix_kernel[(T * triton.cdiv(D, flags["BLOCK"]),)]
+            run = attn_res_phase_kernel.phase_mix_kernel[(T * cdiv(D, flags["BLOCK"]),)]
             run(rows, weights, mixtures, T, Q, **flags)
     return mixtures, tops, totals
 

@@ -40,39 +40,46 @@ def start(kernel: Any, *grid: int) -> Callable[..., None]:
 
 def _run(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
     signature = _signatures.get(kernel.fn) or _signature(kernel)
-    values = list(given)
+    final = list(given)
     if len(given) < len(signature.names):
         pairs = zip(signature.names[len(given) :], signature.defaults[len(given) :])
-        values += [named.pop(name, default) for name, default in pairs]
-    key: list[Any] = [kernel.fn, torch.cuda.current_device(), *named.items()]
-    final: list[Any] = []
-    for x, constant in zip(values, signature.constant):
-        kind = type(x)
+        final += [named.pop(name, default) for name, default in pairs]
+    values, device = tuple(final), torch.cuda.current_device()
+    key: list[Any] = [kernel.fn, device, *named.items()]
+    add = key.append
+    for n, constant in enumerate(signature.constant):
+        x = final[n]
         if constant:
-            key.append((kind, x))
-        elif kind is int:
-            key.append((x == 1, x % 16 == 0, x in _INT32))
-        elif kind in _NUMBERS:
-            key.append(kind)
-        else:
+            add((type(x), x))
+        elif isinstance(x, Tensor):
             # As a number: the launcher asks the driver about every tensor.
-            x = _address(x)
-            key.append((values[len(final)].dtype, x % 16 == 0))
-        final.append(x)
-    found = _compiled.get(tuple(key))
+            final[n] = address = x.data_ptr()
+            add((x.dtype, address % 16 == 0))
+        elif type(x) is int:
+            add((x == 1, x % 16 == 0, x in _INT32))
+        elif type(x) in _NUMBERS:
+            add(type(x))
+        else:
+            raise TypeError(f"a kernel's argument must be a tensor, a number or None, got {type(x).__name__}")
+    kind = tuple(key)
+    found = _compiled.get(kind)
     if found is None:
         found = Compiled.of(kernel.run(*values, grid=grid, warmup=True, **named))
-        _compiled[tuple(key)] = found
+        _compiled[kind] = found
     if found.raw is None:
         kernel[grid](*values, **named)
     else:
-        found.start((*grid, 1, 1)[:3], key[1], final)
+        found.start((*grid, 1, 1)[:3], device, final)
 
 
-def _address(x: Any) -> int:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"a kernel's argument must be a tensor, a number or None, got {type(x).__name__}")
-    return x.data_ptr()
+def cdiv(value: int, unit: int) -> int:
+    """How many units cover a value; `triton.cdiv` takes the host 5 us."""
+    return -(-value // unit)
+
+
+def power_of_2(value: int) -> int:
+    """The first power of two that is not below a positive value; `triton.next_power_of_2` takes the host 5 us."""
+    return 1 << (value - 1).bit_length()
 
 
 def _signature(kernel: Any) -> _Signature:

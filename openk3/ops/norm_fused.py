@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import multiprocessors, on_device
-from openk3.ops.launch import start
+from openk3.ops.launch import cdiv, start
 from openk3.ops.norm_kernel import PROGRAMS, norm_backward_kernel, norm_forward_kernel, settings
 from openk3.ops.unrecorded import apply
+
+_settings = lru_cache(maxsize=64)(settings)
 
 
 class _Norm(torch.autograd.Function):
@@ -24,9 +26,9 @@ class _Norm(torch.autograd.Function):
         kind = torch.promote_types(x.dtype, weight.dtype) if gate is None else gate.dtype
         out, inverse = x.new_empty(rows, D, dtype=kind), x.new_empty(rows, dtype=torch.float32)
         if rows:
-            how = settings(D, x.stride(0), backward=False)
+            how = _settings(D, x.stride(0), backward=False)
             with on_device(x):
-                programs = triton.cdiv(rows, how.constants["ROWS"])
+                programs = cdiv(rows, how.constants["ROWS"])
                 arguments = x, gate, weight, out, inverse, rows, eps
                 start(norm_forward_kernel, programs)(*arguments, **how.constants, **how.options)
         ctx.save_for_backward(x, gate, weight, inverse)
@@ -40,9 +42,9 @@ class _Norm(torch.autograd.Function):
         (rows, D), d_out = x.shape, grads[0].contiguous()
         d_x = x.new_empty(rows, D)
         d_gate = None if gate is None else torch.empty_like(gate)
-        how = settings(D, x.stride(0), backward=True)
+        how = _settings(D, x.stride(0), backward=True)
         most = PROGRAMS * (multiprocessors(x.device) if x.device.type == "cuda" else 1)  # few in the interpreter
-        programs = min(triton.cdiv(rows, how.constants["ROWS"]), most)
+        programs = min(cdiv(rows, how.constants["ROWS"]), most)
         shares = inverse.new_empty(programs, D)
         if rows:
             with on_device(x):

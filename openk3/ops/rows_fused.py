@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from openk3.ops.backend import on_device
-from openk3.ops.launch import start
+from openk3.ops.launch import cdiv, start
 from openk3.ops.rows_kernel import BLOCK, WARPS, gate_rows_kernel, situ_rows_kernel
 
 
@@ -24,7 +23,7 @@ def situ_rows(gate_RI: Tensor, up_RI: Tensor, beta: float, linear_beta: float | 
     if out_RI.numel():
         sizes = gate_RI.stride(0), up_RI.stride(0), width, float(beta), linear_beta and float(linear_beta)
         with on_device(gate_RI):
-            start(situ_rows_kernel, R * triton.cdiv(width, BLOCK))(
+            start(situ_rows_kernel, R * cdiv(width, BLOCK))(
                 *(gate_RI, up_RI, out_RI, *sizes, BLOCK), num_warps=WARPS, num_stages=1
             )
     return out_RI
@@ -36,7 +35,7 @@ def gate_rows(o_RC: Tensor, gate_RC: Tensor, dtype: torch.dtype) -> Tensor:
     out_RC = torch.empty(R, width, dtype=dtype, device=o_RC.device)
     if out_RC.numel():
         with on_device(o_RC):
-            start(gate_rows_kernel, R * triton.cdiv(width, BLOCK))(
+            start(gate_rows_kernel, R * cdiv(width, BLOCK))(
                 *(o_RC, gate_RC, out_RC, gate_RC.stride(0), width, BLOCK), num_warps=WARPS, num_stages=1
             )
     return out_RC

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops import short_conv_kernel
 from openk3.ops.backend import on_device
-from openk3.ops.launch import start
+from openk3.ops.launch import cdiv, start
 from openk3.ops.sequences import bounds_on
 from openk3.ops.short_conv_kernel import Settings, conv_backward_kernel, conv_forward_kernel, conv_weight_kernel
 from openk3.ops.unrecorded import apply
@@ -30,22 +29,22 @@ class _Launch:
     device: torch.device
     settings: Settings
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of channels, of all streams."""
-        return self.streams * triton.cdiv(max(1, self.channels), self.settings.block)
+        return self.streams * cdiv(max(1, self.channels), self.settings.block)
 
-    @property
+    @cached_property
     def run(self) -> int:
         """Tokens of a run: enough runs to fill the GPU a few times over, but none shorter than 16."""
-        wanted = triton.cdiv(self.settings.waves * _multiprocessors(self.device), self.blocks)
+        wanted = cdiv(self.settings.waves * _multiprocessors(self.device), self.blocks)
         unroll = self.settings.unroll
-        return max(16, triton.cdiv(triton.cdiv(self.tokens, wanted), unroll) * unroll)
+        return max(16, cdiv(cdiv(self.tokens, wanted), unroll) * unroll)
 
     @property
     def runs(self) -> int:
         """Runs of all tokens."""
-        return triton.cdiv(self.tokens, self.run)
+        return cdiv(self.tokens, self.run)
 
     def start(self, kernel: Any, arguments: Sequence[Any], per_sequence: bool, activation: bool) -> None:
         """Launch one program for each run and, if asked for, each sequence, times each block of channels."""
@@ -121,7 +120,7 @@ class _ShortConvs(torch.autograd.Function):
             arguments += [d_window, shares, ctx.layout.cu_seqlens(device)]
             launch.start(conv_backward_kernel, arguments, d_window is not None, activation)
             if C:
-                start(conv_weight_kernel, triton.cdiv(C, 128), S * W)(shares, d_weight, launch.runs, C, W, 128, 16)
+                start(conv_weight_kernel, cdiv(C, 128), S * W)(shares, d_weight, launch.runs, C, W, 128, 16)
         d_weights = [d.to(part.dtype) for d, part in zip(d_weight, weight)]
         d_windows = [None] * len(window or ()) if d_window is None else d_window.unbind()
         return None, *dx, *d_weights, *d_windows

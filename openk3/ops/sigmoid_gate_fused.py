@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
-from openk3.ops.launch import start
+from openk3.ops.launch import cdiv, start
 from openk3.ops.rows_fused import apart, gate_rows
 from openk3.ops.sigmoid_gate_kernel import BLOCK, WARPS, gate_backward_kernel, gate_kernel
 from openk3.ops.unrecorded import apply
@@ -21,7 +20,7 @@ class _SigmoidGate(torch.autograd.Function):
         out = torch.empty_like(o, dtype=dtype)
         if out.numel():
             with on_device(o):
-                start(gate_kernel, triton.cdiv(o.numel(), BLOCK))(o, gate, out, o.numel(), BLOCK, num_warps=WARPS)
+                start(gate_kernel, cdiv(o.numel(), BLOCK))(o, gate, out, o.numel(), BLOCK, num_warps=WARPS)
         return out
 
     @staticmethod
@@ -32,7 +31,7 @@ class _SigmoidGate(torch.autograd.Function):
         d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
         if o.numel():
             with on_device(o):
-                start(gate_backward_kernel, triton.cdiv(o.numel(), BLOCK))(
+                start(gate_backward_kernel, cdiv(o.numel(), BLOCK))(
                     *(grads[0].contiguous(), o, gate, d_o, d_gate, o.numel(), BLOCK), num_warps=WARPS
                 )
         return d_o, d_gate, None

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
-from openk3.ops.launch import start
+from openk3.ops.launch import cdiv, start
 from openk3.ops.rows_fused import apart, situ_rows
 from openk3.ops.situ_kernel import BLOCK, WARPS, situ_backward_kernel, situ_kernel
 from openk3.ops.unrecorded import apply
@@ -22,7 +21,7 @@ class _SituGlu(torch.autograd.Function):
         out = torch.empty_like(gate)
         if out.numel():
             with on_device(gate):
-                grid = (triton.cdiv(out.numel(), BLOCK),)
+                grid = (cdiv(out.numel(), BLOCK),)
                 start(situ_kernel, *grid)(gate, up, out, out.numel(), beta, linear_beta, BLOCK, num_warps=WARPS)
         return out
 
@@ -34,7 +33,7 @@ class _SituGlu(torch.autograd.Function):
         d_out, d_gate, d_up = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
         if gate.numel():
             with on_device(gate):
-                start(situ_backward_kernel, triton.cdiv(gate.numel(), BLOCK))(
+                start(situ_backward_kernel, cdiv(gate.numel(), BLOCK))(
                     *(gate, up, d_out, d_gate, d_up, gate.numel(), *ctx.betas, BLOCK), num_warps=WARPS
                 )
         return d_gate, d_up, None, None

@@ -5,12 +5,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openk3.ops.backend import on_device
-from openk3.ops.launch import start
+from openk3.ops.launch import power_of_2, start
 from openk3.ops.mla import attention_gradient_kernel, attention_hopper, attention_kernel
 from openk3.ops.mla.attention_gradient_kernel import (
     delta_kernel,
@@ -100,7 +99,7 @@ def _deltas(o_THV: Tensor, d_o_THV: Tensor, job: Job, dtype: torch.dtype) -> tup
             *(o_THV, d_o_THV, narrow_THV, delta_HT, tiles, delta_HT.stride(0), H),
             STRIDES=d_o_THV.stride()[:2],
             V=V,
-            PV=max(16, triton.next_power_of_2(V)),
+            PV=max(16, power_of_2(V)),
             ROWS=32,
             num_warps=4,
         )

@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from openk3.ops.backend import check_kernels, on_device, prefers_gluon
+from openk3.ops.launch import cdiv, power_of_2
 from openk3.ops.mla import latent_kernel
 from openk3.ops.mla.attention_views import LOG2E, MOST_LATENT_CHANNELS, MOST_SHARED_CHANNELS
 from openk3.ops.sequences import integers
@@ -108,12 +108,12 @@ def plan_latents(pages: LatentPages, cu_seqlens_q: Tensor, heads: int, new_token
     else:
         settings = latent_kernel.settings(heads * new_tokens, pages.memory.element_size(), _arch(device))
         rows, block, programs = settings.rows, settings.keys, settings.programs
-    parts, N = triton.cdiv(heads * new_tokens, rows), len(pages.length_N)
+    parts, N = cdiv(heads * new_tokens, rows), len(pages.length_N)
     before = torch.empty(parts, N + 1, dtype=torch.int32, device=device)
     with on_device(before):
         latent_kernel.plan_kernel[(parts,)](
             *(pages.length_N, cu_seqlens_q, before, N, heads, rows, block),
-            PADDED=triton.next_power_of_2(max(256, N)),
+            PADDED=power_of_2(max(256, N)),
             num_warps=4,
         )
     return LatentPlan(before, max(1, _multiprocessors(device) * programs // parts), rows, block, hopper)
@@ -155,7 +155,7 @@ def latent_attention(
         latent_kernel.combine_kernel[(T * H,)](
             *(parts, logs, cu_seqlens_q, plan.before, out_THC, N, H, plan.runs, plan.rows),
             C=C,
-            PC=max(16, triton.next_power_of_2(C)),
+            PC=max(16, power_of_2(C)),
             num_warps=4,
         )
     return out_THC
@@ -196,7 +196,7 @@ def _by_triton(
     q_latent_THC, q_shared_THR = queries
     (_, H, C), R = q_latent_THC.shape, q_shared_THR.shape[2]
     settings = latent_kernel.settings(plan.rows * plan.parts, q_latent_THC.element_size(), _arch(q_latent_THC.device))
-    padded = {name: max(16, triton.next_power_of_2(width)) for name, width in (("PC", C), ("PS", R))}
+    padded = {name: max(16, power_of_2(width)) for name, width in (("PC", C), ("PS", R))}
     latent_kernel.latent_kernel[(plan.runs * plan.parts,)](
         *(*queries, pages.memory, pages.page_NP, pages.length_N, cu_seqlens_q, plan.before, *outputs),
         *(scale * LOG2E, len(pages.length_N), H, pages.page_NP.stride(0), plan.parts),
