@@ -69,18 +69,44 @@ class AdamRates(NamedTuple):
     clip: float
 
 
-def muon_kernels(weights: Sequence[MuonWeight], rows: int, columns: int, rates: MuonRates) -> None:
-    """One step in place of weights whose blocks all are stored as [rows, columns]; all have a narrow copy, or none has.
+class MuonTables(NamedTuple):
+    """Where blocks stored as [rows, columns] lie, [4, blocks] on the device for each launch; what keeps them alive."""
 
-    Blocks whose gradient is zero everywhere decay, and their momentum shrinks, as in `muon_step`.
-    """
+    weights: Sequence[MuonWeight]
+    parts: list[Tensor]
+    rows: int
+    columns: int
+    narrow: bool
+    aligned: bool
+
+
+class AdamTables(NamedTuple):
+    """Where tensors lie, and what each of their pieces is, on the device; `weights` keeps them alive."""
+
+    weights: Sequence[AdamWeight]
+    tensors: tuple[Tensor, ...]
+    aligned: bool
+
+
+def muon_tables(weights: Sequence[MuonWeight], rows: int, columns: int) -> MuonTables:
+    """For weights whose blocks all are stored as [rows, columns]; all have a narrow copy, or none has."""
     size, device = rows * columns, weights[0].weight.device
     addresses = np.concatenate([_block_addresses(weight, size) for weight in weights], 1)
     narrow, aligned = weights[0].narrow is not None, not (addresses % 16).any()
+    parts = [_on(addresses[:, part], device) for part in chunks(addresses.shape[1], size)]
+    return MuonTables(weights, parts, rows, columns, narrow, bool(aligned))
+
+
+def muon_kernels(tables: MuonTables, rates: MuonRates) -> None:
+    """One step in place of all weights.
+
+    Blocks whose gradient is zero everywhere decay, and their momentum shrinks, as in `muon_step`.
+    """
+    _, parts, rows, columns, narrow, aligned = tables
+    size = rows * columns
     pieces = triton.cdiv(size, VALUES)
-    for part in chunks(addresses.shape[1], size):
-        table = _on(addresses[:, part], device)
-        blocks = table.shape[1]
+    for table in parts:
+        blocks, device = table.shape[1], table.device
         x_BRC = torch.empty(blocks, rows, columns, dtype=torch.bfloat16, device=device)
         peaks = torch.zeros(2, blocks, dtype=torch.int32, device=device)
         with on_device(x_BRC):
@@ -95,20 +121,25 @@ def muon_kernels(weights: Sequence[MuonWeight], rows: int, columns: int, rates: 
         orthogonalize(x_BRC, rates.steps, rates.coefficients, update)
 
 
-def adamw_kernels(weights: Sequence[AdamWeight], rates: AdamRates) -> None:
-    """One step in place of every weight, in one launch."""
+def adamw_tables(weights: Sequence[AdamWeight]) -> AdamTables:
+    """Of weights that have values."""
     weights = [weight for weight in weights if weight.weight.numel()]
     if not weights:
-        return
-    device, count = weights[0].weight.device, len(weights)
+        return AdamTables([], (), True)
+    device = weights[0].weight.device
     addresses = np.array([[_address(x) for x in weight[:5]] for weight in weights], np.int64).T
     table, aligned = _on(addresses, device), not (addresses % 16).any()
     factors = _on(np.array([weight.factors for weight in weights], np.float32).T, device)
     sizes, tensor_of, piece_of = _pieces(tuple(weight.weight.numel() for weight in weights), device)
-    with on_device(table):
-        adamw_kernel[(len(piece_of),)](
-            table, sizes, factors, tensor_of, piece_of, count, *rates, ADAMW_VALUES, aligned, num_warps=8
-        )
+    return AdamTables(weights, (table, sizes, factors, tensor_of, piece_of), bool(aligned))
+
+
+def adamw_kernels(tables: AdamTables, rates: AdamRates) -> None:
+    """One step in place of every weight, in one launch."""
+    weights, tensors, aligned = tables
+    if weights:
+        with on_device(tensors[0]):
+            adamw_kernel[(len(tensors[-1]),)](*tensors, len(weights), *rates, ADAMW_VALUES, aligned, num_warps=8)
 
 
 def widen_kernels(gradient: Tensor, total: Tensor | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,15 +35,23 @@ class Moments:
         return cls(name, weight, decay, torch.zeros_like(weight), torch.zeros_like(weight), count, narrow)
 
 
-@torch.no_grad()
 def adamw_steps(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig, *, clip: float = 1.0) -> None:
     """One step in place of every (moments, gradient) pair; gradients count `clip` times, narrow copies follow.
 
     W <- (1 - lr * decay) W - lr * m' / (sqrt(v') + eps), with m' and v' corrected for their start at zero.
     """
+    adamw_ready(pairs, lr, config)(clip)
+
+
+def adamw_ready(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig) -> Callable[[float], None]:
+    """`adamw_steps` prepared: nothing has changed before it is called with `clip`."""
     if pairs and all(pick("adamw", moments.weight) == "triton" for moments, _ in pairs):
-        _by_kernels(pairs, lr, config, clip)
-        return
+        return _kernels_ready(pairs, lr, config)
+    return partial(_one_by_one, pairs, lr, config)
+
+
+@torch.no_grad()
+def _one_by_one(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig, clip: float) -> None:
     for moments, gradient in pairs:
         adamw_step(moments, gradient * clip if clip != 1 else gradient, lr, config)
 
@@ -62,19 +71,25 @@ def adamw_step(moments: Moments, gradient: Tensor, lr: float, config: OptimConfi
         moments.narrow.copy_(moments.weight)
 
 
-def _by_kernels(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig, clip: float) -> None:
+def _kernels_ready(pairs: Sequence[tuple[Moments, Tensor]], lr: float, config: OptimConfig) -> Callable[[float], None]:
     """The same on a GPU in one launch."""
     from openk3.ops import optimizer_fused as fused
 
     weights = []
     for moments, gradient in pairs:
-        moments.count += 1
-        count = int(moments.count)
+        count = int(moments.count) + 1
         factors = 1 - lr * moments.decay, lr / (1 - config.beta1**count), 1 / (1 - config.beta2**count)
         narrow = moments.narrow if moments.narrow is not None and moments.narrow.dtype == torch.bfloat16 else None
         tensors = gradient.to(torch.float32).contiguous(), moments.mean, moments.square, moments.weight
         weights.append(fused.AdamWeight(*tensors, narrow, factors))
-    fused.adamw_kernels(weights, fused.AdamRates(config.beta1, config.beta2, config.eps, clip))
-    for moments, _ in pairs:
-        if moments.narrow is not None and moments.narrow.dtype != torch.bfloat16:
-            moments.narrow.copy_(moments.weight)
+    tables = fused.adamw_tables(weights)
+
+    @torch.no_grad()
+    def run(clip: float) -> None:
+        fused.adamw_kernels(tables, fused.AdamRates(config.beta1, config.beta2, config.eps, clip))
+        for moments, _ in pairs:
+            moments.count += 1
+            if moments.narrow is not None and moments.narrow.dtype != torch.bfloat16:
+                moments.narrow.copy_(moments.weight)
+
+    return run

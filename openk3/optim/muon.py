@@ -9,7 +9,7 @@ momenta and weights where they lie (`ops/optimizer_fused.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,6 @@ def muon_update(momentum: Tensor, heads: int = 1, *, steps: int = 5, scale: floa
     return out
 
 
-@torch.no_grad()
 def muon_step(
     members: Iterable[tuple[Member, Tensor]],
     lr: float,
@@ -91,10 +90,23 @@ def muon_step(
     Gradients count `clip` times. A block whose gradient is exactly zero (an expert without tokens) decays and keeps its
     direction for later: its momentum shrinks, but orthogonalisation would blow what is left of it up to a full update.
     """
+    muon_ready(members, lr, momentum=momentum, steps=steps, scale=scale)(clip)
+
+
+def muon_ready(
+    members: Iterable[tuple[Member, Tensor]], lr: float, *, momentum: float, steps: int, scale: float
+) -> Callable[[float], None]:
+    """`muon_step` prepared: nothing has changed before it is called with `clip`."""
     pairs = list(members)
     if steps and pick("muon", pairs[0][0].weight) == "triton":
-        _by_kernels(pairs, lr, momentum=momentum, steps=steps, scale=scale, clip=clip)
-        return
+        return _kernels_ready(pairs, lr, momentum=momentum, steps=steps, scale=scale)
+    return lambda clip: _by_torch(pairs, lr, momentum=momentum, steps=steps, scale=scale, clip=clip)
+
+
+@torch.no_grad()
+def _by_torch(
+    pairs: list[tuple[Member, Tensor]], lr: float, *, momentum: float, steps: int, scale: float, clip: float
+) -> None:
     directions, alive = [], []
     for member, gradient in pairs:
         momentum_BMN = member.momentum_BMN
@@ -113,9 +125,9 @@ def muon_step(
             member.narrow.copy_(member.weight)
 
 
-def _by_kernels(
-    pairs: list[tuple[Member, Tensor]], lr: float, *, momentum: float, steps: int, scale: float, clip: float
-) -> None:
+def _kernels_ready(
+    pairs: list[tuple[Member, Tensor]], lr: float, *, momentum: float, steps: int, scale: float
+) -> Callable[[float], None]:
     """The same on a GPU, by how blocks are stored, how they decay, and whether kernels can write the narrow copy."""
     from openk3.ops import optimizer_fused as fused
 
@@ -127,10 +139,15 @@ def _by_kernels(
         tensors = gradient.to(torch.float32).contiguous(), member.momentum, member.weight
         weight = fused.MuonWeight(*tensors, member.narrow if writes else None, member.blocks)
         groups.setdefault((rows, columns, member.decay, writes), []).append(weight)
-    for (rows, columns, decay, _), weights in groups.items():
-        rate = lr * scale * math.sqrt(max(rows, columns))
-        rates = fused.MuonRates(momentum, clip, 1 - lr * decay, rate, steps, COEFFICIENTS)
-        fused.muon_kernels(weights, rows, columns, rates)
-    for member, _ in pairs:
-        if member.narrow is not None and member.narrow.dtype != torch.bfloat16:
-            member.narrow.copy_(member.weight)
+    tables = [fused.muon_tables(weights, rows, columns) for (rows, columns, *_), weights in groups.items()]
+
+    @torch.no_grad()
+    def run(clip: float) -> None:
+        for (rows, columns, decay, _), table in zip(groups, tables):
+            rate = lr * scale * math.sqrt(max(rows, columns))
+            fused.muon_kernels(table, fused.MuonRates(momentum, clip, 1 - lr * decay, rate, steps, COEFFICIENTS))
+        for member, _ in pairs:
+            if member.narrow is not None and member.narrow.dtype != torch.bfloat16:
+                member.narrow.copy_(member.weight)
+
+    return run

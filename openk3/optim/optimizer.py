@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,8 +14,8 @@ from openk3.config.train import OptimConfig
 from openk3.ops.backend import pick
 from openk3.ops.gradient_sums import GradientSum, keep_sum
 from openk3.ops.norm import at_least_float32
-from openk3.optim.adamw import Moments, adamw_steps
-from openk3.optim.muon import Member, muon_step
+from openk3.optim.adamw import Moments, adamw_ready
+from openk3.optim.muon import Member, muon_ready
 
 WIDENED_BY_KERNEL = 1 << 21  # values of a gradient
 
@@ -45,7 +46,7 @@ class Optimizer:
         weight, narrow = at_least_float32(parameter.detach()), None
         if weight.dtype != parameter.dtype:
             self.masters[name], narrow = weight, parameter.detach()
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._widen(name, p))
+            parameter.register_post_accumulate_grad_hook(_widening(weakref.ref(self), name))
             self._sums.append(GradientSum(self._wide_gradients, name))
             keep_sum(parameter, self._sums[-1])
         decay = self.config.weight_decay if decays else 0.0
@@ -104,11 +105,19 @@ class Optimizer:
         Raises NonFiniteGradient, naming the parameters, before anything has changed.
         """
         gradients = self.gradients()
-        norm = float(get_total_norm(list(gradients.values()))) if gradients else 0.0
+        norm_0 = get_total_norm(list(gradients.values())) if gradients else 0.0
+        updates = self._updates(gradients, lr)  # while a GPU is at work on gradients and norm
+        norm = float(norm_0)
         if not norm < float("inf"):
             raise NonFiniteGradient(_diagnosis(gradients, norm))
+        clip = self.config.clip_norm / norm if norm > self.config.clip_norm else 1.0
+        for update in updates:
+            update(clip)
+        return norm
+
+    def _updates(self, gradients: dict[str, Tensor], lr: float) -> list[Callable[[float], None]]:
+        """What a step does to weights and state, ready to be called with the factor that gradients are clipped by."""
         config = self.config
-        clip = config.clip_norm / norm if norm > config.clip_norm else 1.0
         by_shape: dict[tuple[int, int], list[tuple[Member, Tensor]]] = {}
         others: list[tuple[Moments, Tensor]] = []
         for name, gradient in gradients.items():
@@ -116,16 +125,9 @@ class Optimizer:
                 by_shape.setdefault(self.muon[name].shape, []).append((self.muon[name], gradient))
             else:
                 others.append((self.adamw[name], gradient))
-        adamw_steps(others, lr * config.adamw_lr_scale, config, clip=clip)
-        for pairs in by_shape.values():
-            muon_step(
-                *(pairs, lr),
-                momentum=config.momentum,
-                steps=config.newton_schulz_steps,
-                scale=config.update_scale,
-                clip=clip,
-            )
-        return norm
+        muon = {"momentum": config.momentum, "steps": config.newton_schulz_steps, "scale": config.update_scale}
+        updates = [adamw_ready(others, lr * config.adamw_lr_scale, config)]
+        return updates + [muon_ready(pairs, lr, **muon) for pairs in by_shape.values()]
 
     @torch.no_grad()
     def publish(self, names: Iterable[str]) -> None:
@@ -149,6 +151,17 @@ class Optimizer:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
         self.publish(self.masters)
+
+
+def _widening(optimizer: weakref.ref[Optimizer], name: str) -> Callable[[Tensor], None]:
+    """`Optimizer._widen` for a parameter's hook, by which a parameter must not keep the optimizer alive, unseen."""
+
+    def widen(parameter: Tensor) -> None:
+        found = optimizer()
+        if found is not None:
+            found._widen(name, parameter)
+
+    return widen
 
 
 def _widened(gradient: Tensor, total: Tensor | None) -> Tensor:

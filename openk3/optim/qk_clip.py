@@ -32,15 +32,16 @@ def clip_heads(q_b: Tensor, kv_b: Tensor, gamma_H: Tensor, *, nope: int) -> None
 
 def apply_qk_clip(model: K3, optimizer: Optimizer, max_logits: dict[int, Tensor], tau: float) -> int:
     """Clip every MLA layer whose largest logit of the step passed `tau`; returns how many heads were clipped."""
-    clipped = 0
-    for prefix, module in model.named_modules():
-        if not isinstance(module, GatedMLA) or module.layer not in max_logits:
-            continue
-        gamma_H = clip_factors(max_logits[module.layer], tau)
-        heads = int((gamma_H < 1).sum())
+    found = [
+        (prefix, module, clip_factors(max_logits[module.layer], tau))
+        for prefix, module in model.named_modules()
+        if isinstance(module, GatedMLA) and module.layer in max_logits
+    ]
+    # A GPU is asked once.
+    counts = torch.stack([(gamma_H < 1).sum() for *_, gamma_H in found]).tolist() if found else []
+    for (prefix, module, gamma_H), heads in zip(found, counts):
         if heads:
             q_b, kv_b = f"{prefix}.q_b_proj.weight", f"{prefix}.kv_b_proj.weight"
             clip_heads(optimizer.weight(q_b), optimizer.weight(kv_b), gamma_H, nope=module.nope)
             optimizer.publish((q_b, kv_b))
-            clipped += heads
-    return clipped
+    return sum(counts)

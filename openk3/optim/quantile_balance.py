@@ -238,9 +238,17 @@ class BalanceTrace(Trace):
 
     def imbalance(self) -> tuple[float, float]:
         """(largest, mean over layers) of max/mean expert load in the step that is being counted; 0 without routers."""
+        return largest_and_mean(self.ratios())
+
+    def ratios(self) -> Tensor:
+        """Max/mean expert load of each layer in the step that is being counted."""
         if not self.loads:
-            return 0.0, 0.0
+            return torch.empty(0)
         loads_LE = torch.stack(list(self.loads.values())).double()
-        ratios_L = loads_LE.amax(1) / loads_LE.mean(1)
-        ratios = [ratio for ratio in ratios_L.tolist() if not math.isnan(ratio)]  # a layer without tokens has 0 / 0
-        return (max(ratios), sum(ratios) / len(ratios)) if ratios else (0.0, 0.0)
+        return loads_LE.amax(1) / loads_LE.mean(1)
+
+
+def largest_and_mean(ratios_L: Tensor) -> tuple[float, float]:
+    """Of layers that had tokens; 0 without any."""
+    ratios = [ratio for ratio in ratios_L.tolist() if not math.isnan(ratio)]  # a layer without tokens has 0 / 0
+    return (max(ratios), sum(ratios) / len(ratios)) if ratios else (0.0, 0.0)

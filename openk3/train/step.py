@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,6 +14,7 @@ from openk3.model.trace import Trace
 from openk3.ops.saved import saving
 from openk3.ops.sequences import remember_integers
 from openk3.optim.qk_clip import apply_qk_clip
+from openk3.optim.quantile_balance import largest_and_mean
 from openk3.optim.schedule import learning_rate
 from openk3.train.side_by_side import gradients_in_order
 from openk3.train.state import TrainState
@@ -33,19 +33,22 @@ def next_token_loss(mtp_loss_weight: float = 0.1) -> LossFunction:
 
 def count_targets(packed: Packed) -> tuple[int, int]:
     """(tokens that some position predicts, tokens that the MTP layer predicts from two before)."""
-    next_T = packed.shifted_labels()
-    after_next_T = dataclasses.replace(packed, labels_T=next_T).shifted_labels()
-    return int((next_T != IGNORE).sum()), int((after_next_T != IGNORE).sum())
+    labelled_T = (packed.token_ids_T if packed.labels_T is None else packed.labels_T) != IGNORE
+    begin_N, end_N = packed.cu_seqlens[:-1].long(), packed.cu_seqlens[1:].long()
+    first = int(labelled_T[begin_N[begin_N < end_N]].sum())
+    second = int(labelled_T[begin_N[begin_N + 1 < end_N] + 1].sum())
+    predicted = int(labelled_T.sum()) - first
+    return predicted, predicted - second
 
 
 def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction | None = None) -> dict[str, float]:
     """Accumulate the micro-batches' gradients, update the weights once, then the router biases for the next step.
 
     Each token counts alike, however the tokens lie in micro-batches: `lm` means are weighted by `num_tokens`, whatever
-    `total` has beyond them by `num_mtp_tokens`. Order after the backward passes: clip, Muon and AdamW, QK-Clip,
-    Quantile Balancing. Returns loss, lm, mtp, grad_norm, lr, max_load and mean_load (busiest expert over the mean
-    expert: worst layer, and mean of the layers), max_logit, clipped_heads, tokens. Raises NonFiniteGradient with the
-    state unchanged, and ValueError if no token has a label.
+    `total` has beyond them by `num_mtp_tokens`. Order after the backward passes: clip, Muon and AdamW, Quantile
+    Balancing, QK-Clip (neither of the last two reads what the other one changes). Returns loss, lm, mtp, grad_norm, lr,
+    max_load and mean_load (busiest expert over the mean expert: worst layer, and mean of the layers), max_logit,
+    clipped_heads, tokens. Raises NonFiniteGradient with the state unchanged, and ValueError if no token has a label.
     """
     config = state.config
     loss = loss or next_token_loss(config.mtp_loss_weight)
@@ -57,14 +60,16 @@ def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction 
     state.optimizer.zero_grad()
     state.balance.reset()
     shares = [(next_tokens / all_next, mtp_tokens / all_mtp) for next_tokens, mtp_tokens in counts]
-    sums = _backward(state, batches, shares, loss)
+    losses = _backward(state, batches, shares, loss)
     lr = learning_rate(state.step, state.total_steps, config.optim)
     grad_norm = state.optimizer.step(lr)
-    logits = state.balance.max_logits
-    clipped = apply_qk_clip(state.model, state.optimizer, logits, config.optim.qk_clip_tau)
-    max_load, mean_load = state.balance.imbalance()
-    max_logit = max((float(value.max()) for value in logits.values()), default=0.0)
+    # A GPU gets all work of the step before anything but the norm waits for it.
+    logits, ratios_L = state.balance.max_logits, state.balance.ratios()
     state.balance.update()
+    clipped = apply_qk_clip(state.model, state.optimizer, logits, config.optim.qk_clip_tau)
+    max_load, mean_load = largest_and_mean(ratios_L)
+    max_logit = float(torch.stack([value.max() for value in logits.values()]).max()) if logits else 0.0
+    sums = {name: sum(torch.stack([values[name] for values in losses]).tolist()) for name in losses[0]}
     state.optimizer.zero_grad()
     tokens = sum(packed.num_tokens for packed in batches)
     state.step += 1
@@ -75,8 +80,8 @@ def train_step(state: TrainState, batches: Sequence[Packed], loss: LossFunction 
 
 def _backward(
     state: TrainState, batches: Sequence[Packed], shares: Sequence[tuple[float, float]], loss: LossFunction
-) -> dict[str, float]:
-    """Give the optimizer the step's gradient; returns the step's losses. Micro-batches in order, whatever `workers`."""
+) -> list[dict[str, Tensor]]:
+    """Give the optimizer the step's gradient; returns the losses' shares. In order, whatever `workers`."""
     losses: list[dict[str, Tensor]] = [{} for _ in batches]
 
     def forward(n: int) -> Tensor:
@@ -93,8 +98,7 @@ def _backward(
     else:
         for gradients in gradients_in_order(jobs, list(state.optimizer.parameters.values()), state.config.workers):
             state.optimizer.add_gradients(gradients)
-    # Read only now: a GPU has work queued for every micro-batch before anything waits for it.
-    return {name: sum(float(values[name]) for values in losses) for name in losses[0]}
+    return losses
 
 
 def _forward(
@@ -114,5 +118,5 @@ def _forward(
     objective = losses.lm * next_share
     if losses.total is not losses.lm:
         objective = objective + (losses.total - losses.lm) * (next_share if losses.mtp is None else mtp_share)
-    mtp = torch.zeros(()) if losses.mtp is None else losses.mtp.detach() * mtp_share
+    mtp = torch.zeros_like(objective) if losses.mtp is None else losses.mtp.detach() * mtp_share
     return objective, {"loss": objective.detach(), "lm": losses.lm.detach() * next_share, "mtp": mtp}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -32,6 +34,32 @@ def backward(matrix: nn.Parameter, vector: nn.Parameter, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in (matrix, vector)]
     ((matrix * weights[0]).sum() + (vector * weights[1]).sum()).backward()
+
+
+def test_parameters_do_not_keep_it_alive() -> None:
+    """An optimizer with masters goes with its last user, though hooks of parameters call it; they still work then."""
+    optimizer, matrix, vector = make(dtype=torch.bfloat16)
+    seen = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert seen() is None
+    backward(matrix, vector, 0)
+    assert matrix.grad is not None and vector.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_wait_for_the_norm(dtype: torch.dtype) -> None:
+    """What is prepared beside the norm changes nothing before it is called."""
+    optimizer, matrix, vector = make(dtype=dtype)
+    backward(matrix, vector, 0)
+    before = copy.deepcopy([matrix.detach(), vector.detach(), optimizer.state_dict()])
+    updates = optimizer._updates(optimizer.gradients(), 0.1)
+    for old, now in zip(before[:2], (matrix, vector)):
+        assert torch.equal(old, now)
+    assert all(torch.equal(before[2][name], now) for name, now in optimizer.state_dict().items())
+    for update in updates:
+        update(1.0)
+    assert not torch.equal(before[0], matrix) and int(optimizer.state_dict()["count.v"]) == 1
 
 
 def test_adamw_equals_torch() -> None:

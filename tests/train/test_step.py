@@ -56,6 +56,13 @@ def test_count_targets() -> None:
     """Labels at t + 1 and t + 2 inside their own sequence, without the ignored ones."""
     packed = Packed.join([[1, 2, 3, 4], [5], [6, 7, 8]], labels=[[1, -100, 3, 4], [5], [6, 7, -100]])
     assert count_targets(packed) == (3, 2)
+    for lengths in ((0, 3, 0), (1, 0, 1, 2), (0,), (5, 1)):
+        sequences = [[7] * length for length in lengths]
+        labels = [[-100 if i % 3 == 2 else i for i in range(length)] for length in lengths]
+        packed = Packed.join(sequences, labels=labels)
+        next_T = packed.shifted_labels()
+        after_T = dataclasses.replace(packed, labels_T=next_T).shifted_labels()
+        assert count_targets(packed) == (int((next_T != -100).sum()), int((after_T != -100).sum()))
 
 
 def test_biases_change_after_the_step_only() -> None:
