@@ -12,7 +12,7 @@ import torch
 
 from openk3.commands.flags import Doctor
 from openk3.commands.memory import GIB
-from openk3.commands.runs import RUNS, newest_run
+from openk3.commands.runs import RUNS, SHIPPED, is_model, newest_run
 from openk3.config.model import ConfigError
 from openk3.ops import backend
 from openk3.runtime.memory import total_memory
@@ -109,4 +109,5 @@ def choice(op: str, sample: torch.Tensor) -> str:
 def runs() -> list[tuple[str, str]]:
     """The run that commands use when none is named."""
     newest = newest_run()
-    return [("newest", str(newest) if newest else f"none under {RUNS}/; `openk3 quickstart` makes one")]
+    instead = f": {SHIPPED.name}, which comes with openk3, is used" if is_model(SHIPPED) else ""
+    return [("newest", str(newest) if newest else f"none under {RUNS}/{instead}; `openk3 quickstart` makes one")]

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 Seed = Annotated[int, arg(help="Seed of everything random in this run.")]
 _NEWEST = "(default: newest run, or pocket, the small model that comes with openk3)"
 Run = Positional[
-    Annotated[Path | None, arg(metavar="[RUN]", help="Run or model directory.", help_behavior_hint=_NEWEST)]
+    Annotated[Path | None, arg(metavar="[RUN]", help="Run or model directory, or pocket.", help_behavior_hint=_NEWEST)]
 ]
 
 

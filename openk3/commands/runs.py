@@ -1,4 +1,4 @@
-"""Find the run that a command should use: the given path, the newest run, or the model shipped with openk3."""
+"""Find the run that a command should use: the given one, the newest run, or the model shipped with openk3."""
 
 from __future__ import annotations
 
@@ -40,11 +40,18 @@ def _written(run: Path) -> float:
 
 
 def find_run(given: Path | None) -> Path:
-    """The run folder (or model directory) to use. Raises UserError that says how to make one."""
+    """The run folder (or model directory) to use; the shipped model goes by its name, too.
+
+    Raises UserError that says which run may be meant, or how to make one.
+    """
     if given is not None:
-        if not given.exists():
-            raise UserError(f"{given}: no such run; `ls {RUNS}` shows what there is, `openk3 quickstart` makes one")
-        return given
+        if given.exists():
+            return given
+        if str(given) == SHIPPED.name and is_model(SHIPPED):
+            return SHIPPED
+        if (RUNS / given).exists():
+            raise UserError(f"{given}: no such run; did you mean {RUNS / given}?")
+        raise UserError(f"{given}: no such run; `ls {RUNS}` shows what there is, `openk3 quickstart` makes one")
     newest = newest_run()
     if newest is not None:
         return newest

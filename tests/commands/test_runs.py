@@ -16,7 +16,7 @@ from openk3.commands.errors import UserError
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`runs/` is looked for in the working directory, and nothing is shipped."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(runs, "SHIPPED", tmp_path / "package" / "shipped")
 
 
 def make(directory: Path, written: float = 0.0) -> Path:
@@ -37,6 +37,25 @@ def test_given_path_that_does_not_exist_is_named() -> None:
     """The message says how to make one."""
     with pytest.raises(UserError, match=r"^nothing: no such run; .*openk3 quickstart"):
         runs.find_run(Path("nothing"))
+
+
+def test_a_run_without_its_folder_is_guessed() -> None:
+    """`mine` for `runs/mine`: the message has the path to type."""
+    make(Path("runs/mine/model"))
+    with pytest.raises(UserError, match=r"^mine: no such run; did you mean runs/mine\?$"):
+        runs.find_run(Path("mine"))
+
+
+def test_the_shipped_model_has_a_name() -> None:
+    """Also where there are runs; a folder of that name comes first."""
+    shipped, name = runs.SHIPPED, Path(runs.SHIPPED.name)
+    with pytest.raises(UserError, match="no such run"):
+        runs.find_model(name)
+    make(shipped)
+    make(Path("runs/new/model"))
+    assert runs.find_model(name) == shipped
+    make(name / "model")
+    assert runs.find_model(name) == name / "model"
 
 
 def test_newest_finished_run_is_the_default() -> None:
