@@ -88,3 +88,18 @@ def test_pocket_data(tmp_path: Path) -> None:
     command = [sys.executable, script, "--books", str(tmp_path), "--wordnet", str(tmp_path)]
     failed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert failed.returncode and "no books; expected folders" in failed.stderr.splitlines()[-1]
+
+
+def test_quality_data(tmp_path: Path) -> None:
+    """quality_data.py: chapters, pages, topics, and code of this environment as files."""
+    (tmp_path / "books" / "one").mkdir(parents=True)
+    (tmp_path / "books" / "one" / "chapter-1.xhtml").write_text("<p>It was a dark night.</p>")
+    (tmp_path / "rust" / "book").mkdir(parents=True)
+    (tmp_path / "rust" / "book" / "ch01.html").write_text("<p>A program is <b>compiled</b> first.</p>")
+    command = [sys.executable, str(EXAMPLES / "quality_data.py"), "--books", "books", "--rust", "rust", "--out", "good"]
+    run(command, tmp_path)
+    good = tmp_path / "good"
+    assert (good / "books" / "one" / "chapter-1.txt").read_text() == "It was a dark night."
+    assert (good / "prose" / "rust" / "book_ch01.txt").read_text() == "A program is compiled first."
+    assert (good / "code" / "python" / "argparse.py").is_file() and not (good / "code" / "python" / "test").exists()
+    assert any((good / "code" / "torch").rglob("*.h")) and (good / "prose" / "topics" / "lambda.txt").is_file()
