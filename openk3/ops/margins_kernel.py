@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS, WARPS = 8, 128, 4
+ROWS, COLUMNS, WARPS = 32, 128, 8
 
 
 @triton.jit(do_not_specialize=["T", "E", "bins"])

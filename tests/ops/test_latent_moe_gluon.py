@@ -41,9 +41,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         given = [matrix(x) if isinstance(x, gluon_launch.Matrix) else x for x in arguments]
         machine.launch(kernel.fn.__name__, programs, given, constants)
         assert not machine.faults
-        name, form = kernel.fn.__name__.split("_")[0], constants["FORM"]
-        kind = f"{form[5]}x{form[4]}" if name == "weight" else form[4]  # stacks and columns of a block
-        found.append(f"{name}{kind}" + "+" * constants.get("ADD", False))
+        found.append(kernel.fn.__name__.split("_")[0] + str(constants["FORM"][4]) + "+" * constants.get("ADD", False))
 
     found: list[str] = []
     monkeypatch.setattr(experts_hopper, "launch", launch)
@@ -61,15 +59,15 @@ def test_all_products(launched: list[str]) -> None:
     case = Case(230, 4, 2, 256, 256, idle=(1,))
     found = errors(case)
     assert all(found[name] < LIMITS[name] for name in found), found
-    assert launched == ["row1", "row0", "row2", "weight1x256", "weight2x128", "row3"]
+    assert launched == ["row1", "row0", "row2", "weight256", "weight128", "row3"]
 
 
 def test_widths_that_fit_some_blocks(launched: list[str]) -> None:
-    """Latents of 128, an inner width of 384: blocks of 128 columns; Triton takes what fits none. No cap on SiTU."""
+    """Latents of 128, an inner width of 384: blocks of 128 columns; d_w2 is left to Triton. No cap on SiTU."""
     case = Case(130, 2, 2, 128, 384, linear_beta=None)
     found = errors(case)
     assert all(found[name] < LIMITS[name] for name in found), found
-    assert launched == ["row1", "row0", "row2", "weight1x128", "weight2x128", "row3"]
+    assert launched == ["row1", "row0", "row2", "weight128", "row3"]
     launched.clear()
     assert all(x < 8e-3 for x in errors(Case(100, 2, 2, 96, 40)).values()) and not launched
 
@@ -98,7 +96,7 @@ def test_sums_are_added_to(launched: list[str]) -> None:
     for _ in range(2):
         by_kernels(case, leaves, routed).backward(d_out)
         once = once or {name: x.clone() for name, x in totals.items()}
-    assert launched[3:5] == ["weight1x256", "weight2x128"] and launched[9:11] == ["weight1x256+", "weight2x128+"]
+    assert launched[3:5] == ["weight256", "weight128"] and launched[9:11] == ["weight256+", "weight128+"]
     for name, x in totals.items():
         assert leaves[name].grad is None and torch.equal(x, 2 * once[name])
         assert torch.equal(once[name], once[name].bfloat16().float()) and once[name].any()

@@ -122,6 +122,8 @@ def act_rows_kernel(
 def act_rows_settings(width: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options of `act_rows_kernel`: eight values a thread, few threads for narrow rows."""
     block = 1024 if width > 1024 else min(256, triton.next_power_of_2(width))
+    if block == 256 and width % 256:
+        block = 128  # 384: half of a block would be idle
     return {"I": width, "BLOCK": block}, {"num_warps": 4 if width > 1024 else 1}
 
 

@@ -26,6 +26,8 @@ from openk3.ops.latent_moe.route_fused import Plan
 from openk3.ops.launch import start
 from openk3.ops.saved import name
 
+NORM_PROGRAMS = 8  # of each multiprocessor, for the gradient of the norm behind the sum: each leaves a share
+
 
 class Form(NamedTuple):
     """Constants of a layer's experts."""
@@ -197,7 +199,7 @@ def _combine(y_MC: Tensor, plan: Plan, weights_Tk: Tensor, norm_C: Tensor, eps: 
 def _combine_backward(d_out: Tensor, u: Tensor, inverse: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of u and of the norm's weight."""
     (T, C), settings = u.shape, rows_kernel.row_settings(u.shape[1])
-    programs = max(1, min(triton.cdiv(T, settings["BT"]), 4 * _multiprocessors(u.device)))
+    programs = max(1, min(triton.cdiv(T, settings["BT"]), NORM_PROGRAMS * _multiprocessors(u.device)))
     d_u, shares = torch.empty_like(u), inverse.new_empty(programs, C)
     start(rows_kernel.combine_backward_kernel, programs)(
         *(d_out, u, inverse, norm, d_u, shares, T, programs), **settings, num_warps=rows_kernel.row_warps(C)

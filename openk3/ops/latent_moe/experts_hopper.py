@@ -62,7 +62,7 @@ class Hopper(NamedTuple):
 
     def down_weight(self, d_u: Tensor, scaled: Tensor, d_w2: Tensor, *, adds: bool) -> bool:
         """d_u^T scaled of each expert's rows."""
-        if d_u.shape[1] % 128 or scaled.shape[1] % 128:
+        if d_u.shape[1] % 128 or scaled.shape[1] % 256:
             return False
         self._weights(d_u, (scaled, scaled), (d_w2, None), adds=adds)
         return True
@@ -100,11 +100,9 @@ class Hopper(NamedTuple):
     def _weights(self, x: Tensor, rows: tuple[Tensor, Tensor], results: tuple[Any, ...], *, adds: bool) -> None:
         from openk3.ops.latent_moe import weights_gluon as kernels
 
+        constants, options = kernels.settings()
         _, height, width = results[0].shape
-        stacks = 1 if results[1] is None else 2
-        block = kernels.block_of(width, stacks)
-        constants, options = kernels.settings(block * stacks // kernels.SIDE)
-        form = height, width, self.experts, self.choices, block, stacks
+        form = height, width, self.experts, self.choices, 256 if results[1] is None else 128
         programs = multiprocessors(x.device)
         matrices = [_matrix(each, (kernels.DEPTH, kernels.SIDE)) for each in rows]
         arguments = [x, self.plan.slot_M, self.plan.start_X, *matrices, *results, programs]

@@ -1,9 +1,9 @@
 """Gluon kernel of the routed experts' weight gradients for Hopper: sums over an expert's rows, added to float32 sums.
 
 Four warps bring: token rows by copies of 16 bytes, rows of gradients or activations by the copy engine. Two warpgroups
-multiply, 64 rows each of two blocks of 128 columns (of one where 256 do not divide a width), and leave the sums in
-bfloat16 in shared memory, where four more warps write them or add them to the optimizer's sums while the next block is
-multiplied. Blocks of an expert without rows are zeros, or what was there.
+multiply, 64 rows each of two blocks of 128 columns, and leave the sums in bfloat16 in shared memory, where four more
+warps write them or add them to the optimizer's sums while the next block is multiplied. Blocks of an expert without
+rows are zeros, or what was there.
 """
 
 from typing import Any
@@ -51,8 +51,7 @@ def _bring(x, slot, start, descriptors, buffers, bars, programs, FORM: gl.conste
     """The copying warps: rows of tokens, zeros beyond an expert's last one, and of what goes with them."""
     E: gl.constexpr = FORM[2]
     K: gl.constexpr = FORM[3]
-    PAIR: gl.constexpr = FORM[5] == 2
-    HALVES: gl.constexpr = 2 if PAIR else FORM[4] // 128
+    PAIR: gl.constexpr = FORM[4] == 128
     TOTAL: gl.constexpr = E * (FORM[0] // 128) * (FORM[1] // FORM[4])
     WIDTH: gl.constexpr = FORM[1] if PAIR else FORM[0]
     first_d, second_d = descriptors
@@ -74,14 +73,13 @@ def _bring(x, slot, start, descriptors, buffers, bars, programs, FORM: gl.conste
             x_at = x + token.to(gl.int64)[:, None] * WIDTH + column + across
             token = _tokens(slot, row + DEPTH + side, end, K)
             mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, 256 * HALVES * DEPTH)
+            mbarrier.expect(bar, 512 * DEPTH)
             if PAIR:
                 tma.async_copy_global_to_shared(first_d, [row, down], bar, first_s.index(stage))
                 tma.async_copy_global_to_shared(second_d, [row, down], bar, second_s.index(stage))
             else:
                 tma.async_copy_global_to_shared(first_d, [row, right], bar, first_s.index(stage))
-                if HALVES == 2:
-                    tma.async_copy_global_to_shared(second_d, [row, right + 128], bar, second_s.index(stage))
+                tma.async_copy_global_to_shared(second_d, [row, right + 128], bar, second_s.index(stage))
             live = (row + side < end)[:, None] & (across >= 0)
             async_copy.async_copy_global_to_shared(x_s.index(stage), x_at, mask=live)
             async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -92,8 +90,7 @@ def _bring(x, slot, start, descriptors, buffers, bars, programs, FORM: gl.conste
 def _multiply(start, buffers, bars, programs, FORM: gl.constexpr, PART: gl.constexpr):
     """A warpgroup: 64 rows of both blocks."""
     E: gl.constexpr = FORM[2]
-    PAIR: gl.constexpr = FORM[5] == 2
-    HALVES: gl.constexpr = 2 if PAIR else FORM[4] // 128
+    PAIR: gl.constexpr = FORM[4] == 128
     TOTAL: gl.constexpr = E * (FORM[0] // 128) * (FORM[1] // FORM[4])
     x_s, first_s, second_s, staged_s = buffers
     full, empty, staged, free = bars
@@ -118,18 +115,13 @@ def _multiply(start, buffers, bars, programs, FORM: gl.constexpr, PART: gl.const
             else:
                 left = x_s.index(stage).slice(PART * 64, 64, 1).permute((1, 0))
                 first = warpgroup_mma(left, first_s.index(stage), first, is_async=True)
-                if HALVES == 2:
-                    second = warpgroup_mma(left, second_s.index(stage), second, is_async=True)
-            if HALVES == 2:
-                first, second = warpgroup_mma_wait(0, (first, second))
-            else:
-                first = warpgroup_mma_wait(0, (first,))
+                second = warpgroup_mma(left, second_s.index(stage), second, is_async=True)
+            first, second = warpgroup_mma_wait(0, (first, second))
             mbarrier.arrive(empty.index(stage), count=1)
             done += 1
         mbarrier.wait(free.index(PART), (count & 1) ^ 1)
-        staged_s.index(HALVES * PART).store(first.to(gl.bfloat16))
-        if HALVES == 2:
-            staged_s.index(HALVES * PART + 1).store(second.to(gl.bfloat16))
+        staged_s.index(2 * PART).store(first.to(gl.bfloat16))
+        staged_s.index(2 * PART + 1).store(second.to(gl.bfloat16))
         mbarrier.arrive(staged.index(PART), count=1)
 
 
@@ -137,8 +129,7 @@ def _multiply(start, buffers, bars, programs, FORM: gl.constexpr, PART: gl.const
 def _finish(start, first, second, buffers, bars, programs, FORM: gl.constexpr, ADD: gl.constexpr, FINISH: gl.constexpr):
     """The finishing warps: 32 rows of both blocks at a time."""
     E: gl.constexpr = FORM[2]
-    PAIR: gl.constexpr = FORM[5] == 2
-    HALVES: gl.constexpr = 2 if PAIR else FORM[4] // 128
+    PAIR: gl.constexpr = FORM[4] == 128
     ROWS: gl.constexpr = FORM[0]
     COLUMNS: gl.constexpr = FORM[1]
     TOTAL: gl.constexpr = E * (FORM[0] // 128) * (FORM[1] // FORM[4])
@@ -156,20 +147,16 @@ def _finish(start, first, second, buffers, bars, programs, FORM: gl.constexpr, A
             second_at = second + at + inside if PAIR else first + at + 128 + inside
             mbarrier.wait(staged.index(part), count & 1)
             for piece in gl.static_range(0, 64, 32):
-                one = staged_s.index(HALVES * part).slice(piece, 32, 0).load(FINISH)
-                if HALVES == 2:
-                    two = staged_s.index(HALVES * part + 1).slice(piece, 32, 0).load(FINISH)
+                one = staged_s.index(2 * part).slice(piece, 32, 0).load(FINISH)
+                two = staged_s.index(2 * part + 1).slice(piece, 32, 0).load(FINISH)
                 if ADD:
                     before = gl.load(first_at + piece * COLUMNS)
-                    if HALVES == 2:
-                        beside = gl.load(second_at + piece * COLUMNS)
+                    beside = gl.load(second_at + piece * COLUMNS)
                     gl.store(first_at + piece * COLUMNS, before + one.to(gl.float32))
-                    if HALVES == 2:
-                        gl.store(second_at + piece * COLUMNS, beside + two.to(gl.float32))
+                    gl.store(second_at + piece * COLUMNS, beside + two.to(gl.float32))
                 else:
                     gl.store(first_at + piece * COLUMNS, one)
-                    if HALVES == 2:
-                        gl.store(second_at + piece * COLUMNS, two)
+                    gl.store(second_at + piece * COLUMNS, two)
             mbarrier.arrive(free.index(part), count=1)
 
 
@@ -178,21 +165,17 @@ def weight_gradient_gluon(
     x, slot, start, first_d, second_d, first, second, programs,
     FORM: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr, COPY: gl.constexpr, FINISH: gl.constexpr,
 ):  # fmt: skip
-    """FORM: (rows and columns of a matrix, experts, choices of a token, columns of a block, stacks).
+    """FORM: (rows and columns of a matrix, experts, choices of a token, columns of a block).
 
-    Two stacks, of 128 columns: first and second are the descriptors' rows^T times x's. One stack, of 256 columns or
-    128: first is x's rows^T times the descriptor's. ADD: to what is there. The descriptors' rows behind an expert's
-    last one are multiplied by zeros.
+    Blocks of 128 columns: first and second, stacks of their own, are the descriptors' rows^T times x's. Blocks of 256:
+    first is x's rows^T times the descriptor's. ADD: to what is there. The descriptors' rows behind an expert's last one
+    are multiplied by zeros.
     """
     io: gl.constexpr = gl.bfloat16
     x_s = gl.allocate_shared_memory(io, [STAGES, 64, 128], first_d.layout)
     first_s = gl.allocate_shared_memory(io, [STAGES, 64, 128], first_d.layout)
-    HALVES: gl.constexpr = 2 if FORM[5] == 2 else FORM[4] // 128
-    if HALVES == 2:
-        second_s = gl.allocate_shared_memory(io, [STAGES, 64, 128], first_d.layout)
-    else:
-        second_s = first_s
-    staged_s = gl.allocate_shared_memory(io, [2 * HALVES, 64, 128], first_d.layout)
+    second_s = gl.allocate_shared_memory(io, [STAGES, 64, 128], first_d.layout)
+    staged_s = gl.allocate_shared_memory(io, [4, 64, 128], first_d.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -218,27 +201,21 @@ def weight_gradient_gluon(
     )
 
 
-def block_of(width: int, stacks: int) -> int:
-    """Columns of a block."""
-    return 2 * SIDE if stacks == 1 and width % (2 * SIDE) == 0 else SIDE
-
-
-def settings(halves: int = 2) -> tuple[dict[str, Any], dict[str, int]]:
+def settings() -> tuple[dict[str, Any], dict[str, int]]:
     """Compile-time arguments that no shape changes, and launch options."""
     copy = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    return {"STAGES": 3 if halves == 2 else 5, "COPY": copy, "FINISH": copy}, {"num_warps": 4, "maxnreg": 128}
+    return {"STAGES": 3, "COPY": copy, "FINISH": copy}, {"num_warps": 4, "maxnreg": 128}
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launcher compiles for experts of 768 x 768 and, of one stack, 384 x 384: written and added to sums."""
-    given: dict[str, Any] = {"x": "*bf16", "slot": "*i32", "start": "*i32", "programs": "i32"}
+    """What the launcher compiles for experts of 768 x 768: both kinds, gradients alone and added to sums."""
+    fixed, options = settings()
+    given: dict[str, Any] = {"x": "*bf16", "slot": "*i32", "start": "*i32", "programs": "i32", **fixed}
     given |= dict.fromkeys(("first_d", "second_d"), block_type((DEPTH, SIDE)))
     cases = []
-    for width, stacks in ((768, 2), (768, 1), (384, 1)):
-        block = block_of(width, stacks)
-        fixed, options = settings(block * stacks // SIDE)
+    for wide in (128, 256):
         for kind, add in (("*bf16", False), ("*fp32", False), ("*fp32", True)):
-            out = {"first": kind, "second": kind if stacks == 2 else None}
-            form = {"FORM": (width, width, 80, 4, block, stacks), "ADD": add}
-            cases.append((weight_gradient_gluon, given | fixed | out | form, options))
+            out = {"first": kind, "second": kind if wide == 128 else None}
+            form = {"FORM": (768, 768, 80, 4, wide), "ADD": add}
+            cases.append((weight_gradient_gluon, given | out | form, options))
     return cases
