@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from openk3.ops.few.product_kernel import dots, load_rows, shape_for, store_rows, tokens_for, wait_for_inputs
+from openk3.ops.few.product_kernel import dots, load_norm, load_rows, shape_for, store_rows, tokens_for, wait_for_inputs
 
 NONE = tl.constexpr(2**31 - 1)  # behind every token
 
@@ -34,10 +34,11 @@ def head_kernel(
     program = tl.program_id(0)
     row = program * R + tl.arange(0, R)
     pieces = load_rows(weight, row, ROWS, K, CHUNKS, CHUNK)
+    scale = load_norm(norm, K, CHUNKS, CHUNK, R)
     wait_for_inputs(EARLY)
     for n in range(PASSES):
         token = n * TOKENS + tl.arange(0, TOKENS)
-        value = dots(pieces, x, STRIDE, token, tokens, norm, eps, K, CHUNKS, CHUNK, R)
+        value = dots(pieces, x, STRIDE, token, tokens, scale, eps, K, CHUNKS, CHUNK, R)
         store_rows(logits, value, token, tokens, row, ROWS)
         rounded = value.to(logits.dtype.element_ty).to(tl.float32)
         rounded = tl.where((row < ROWS)[:, None], rounded, float("-inf"))

@@ -112,15 +112,16 @@ def gated_kernel(
         scale = tl.load(norm + value).to(tl.float32)
         wait_for_inputs(EARLY)
         for token in range(tokens):
+            to = token * ROWS + row
+            if before is not None:
+                held = tl.load(before + to, mask=row < ROWS, other=0.0).to(tl.float32)
             x = tl.load(o + token * (H * V) + inside, mask=here, other=0.0)
             z = tl.load(gate + token * STRIDE + inside, mask=here, other=0.0).to(tl.float32)
             unit = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]
             y = (unit * scale[None, :] * tl.sigmoid(z)).to(KIND).to(tl.float32)
             total = tl.sum(tl.sum(matrix.to(tl.float32) * y[None, :, :], 2), 1)
-            to = token * ROWS + row
             if before is not None:
-                total = total.to(KIND).to(tl.float32)
-                total += tl.load(before + to, mask=row < ROWS, other=0.0).to(tl.float32)
+                total = total.to(KIND).to(tl.float32) + held
             tl.store(out + to, total.to(KIND), mask=row < ROWS)
     else:
         cell = program - BLOCKS
@@ -137,9 +138,9 @@ def gated_kernel(
 
 
 def step_settings(K: int, V: int, narrow: int, taps: int, W: int) -> tuple[dict[str, int], int]:
-    """(constants, warps) of `step_kernel`: 32 value channels a program."""
+    """(constants, warps) of `step_kernel`: 16 value channels a program."""
     power = triton.next_power_of_2
-    return {"K": K, "V": V, "N": narrow, "PN": power(narrow), "TAPS": taps, "W": W, "B": min(V, 32)}, 4
+    return {"K": K, "V": V, "N": narrow, "PN": power(narrow), "TAPS": taps, "W": W, "B": min(V, 16)}, 4
 
 
 def gated_settings(rows: int, heads: int, K: int, V: int, taps: int) -> tuple[dict[str, int], int]:
