@@ -15,7 +15,6 @@ convert 8192 x 3584 values. Median of 10 after 3.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -28,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import latent_moe  # noqa: E402
+import row_flags  # noqa: E402
 import torch  # noqa: E402
 from kda_timing import Protocol, copy_rate, median_ms, replayed  # noqa: E402
 from mxfp4 import pack  # noqa: E402
@@ -227,13 +227,7 @@ def measure_mxfp8(row: Row, device: torch.device, protocol: Protocol, rate: floa
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; write the rows as JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; rows that contain one are measured")
-    parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
-    parser.add_argument("--quick", action="store_true", help="median of 5 after 2")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args(arguments)
+    options = row_flags.parse(__doc__, arguments)
     device = torch.device(options.device)
     protocol = Protocol(5, 2) if options.quick or options.small else Protocol(10, 3)
     rate = copy_rate(device, protocol)

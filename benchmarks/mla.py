@@ -19,7 +19,6 @@ everybody's own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import row_flags  # noqa: E402
 import torch  # noqa: E402
 from kda_timing import Protocol, copy_rate, median_ms, peak_growth  # noqa: E402
 from latent_moe import forced, product_rate  # noqa: E402
@@ -308,13 +308,7 @@ def line(found: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; write the rows as JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; rows that contain one are measured")
-    parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
-    parser.add_argument("--quick", action="store_true", help="median of 5 after 2")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args(arguments)
+    options = row_flags.parse(__doc__, arguments)
     device = torch.device(options.device)
     protocol = Protocol(5, 2) if options.quick or options.small else Protocol(10, 3)
     rates = product_rate(device, protocol), copy_rate(device, protocol)

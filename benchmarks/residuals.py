@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import row_flags  # noqa: E402
 import torch  # noqa: E402
 from all_mla import PlainStream  # noqa: E402
 from kda_timing import Protocol, median_ms  # noqa: E402
@@ -122,13 +123,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; write the rows as JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; rows that contain one are measured")
-    parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
-    parser.add_argument("--small", action="store_true", help="recipe tiny, to try the script")
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args(arguments)
+    options = row_flags.parse(__doc__, arguments, small="recipe tiny, to try the script", quick="fewer steps")
     results = []
     for row in [row for row in (TRIAL if options.small else ROWS) if any(part in row.name for part in options.rows)]:
         results.append(measure(row, options))

@@ -12,7 +12,6 @@ norm ratios against float64 on 4096 rows: the worst of results and gradients.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import row_flags  # noqa: E402
 import torch  # noqa: E402
 from kda_timing import Protocol, copy_rate, median_ms, replayed  # noqa: E402
 from latent_moe import forced  # noqa: E402
@@ -121,16 +121,7 @@ def measure(row: Row, device: torch.device, protocol: Protocol, nemo: Any) -> di
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; write the rows as JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; rows that contain one are measured")
-    parser.add_argument("--peers", type=Path, help="folder with packages of peers, put before the installed ones")
-    parser.add_argument("--device", default="cuda", help="cuda (default), or cpu to try the script")
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
-    parser.add_argument("--quick", action="store_true", help="median of 5 after 2")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args(arguments)
-    if options.peers is not None:
-        sys.path.insert(0, str(options.peers))
+    options = row_flags.parse(__doc__, arguments, peers=True)
     device, nemo = torch.device(options.device), None
     if device.type == "cuda":
         try:
