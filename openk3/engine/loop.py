@@ -157,7 +157,8 @@ class Loop:
         for work, tokens in zip(results.works, outcomes):
             if work.job not in ends:
                 finish = _extend(work.job, tokens, self._of(work.job), self.books.largest_request)
-                ends.update({} if finish is None else {work.job: finish})
+                if finish is not None:
+                    ends[work.job] = finish
         if len(results.works) < len(works):
             for job in [work.job for work in works if work.job not in ends]:
                 if job.num_left == 0:  # only its prompt was asked about
@@ -180,7 +181,10 @@ class Loop:
                 self.scheduler.preempt(work.job, keep_state=False)
 
     def _of(self, job: Job) -> News:
-        return self._news.setdefault(job, News())
+        news = self._news.get(job)
+        if news is None:
+            news = self._news[job] = News()
+        return news
 
 
 def _extend(job: Job, tokens: list[Outcome], news: News, largest: int) -> Finish | None:
@@ -193,6 +197,7 @@ def _extend(job: Job, tokens: list[Outcome], news: News, largest: int) -> Finish
         job.chain.append([token.id])
         if token.id in job.request.params.stop_ids:
             return Finish("stop")
-        if job.num_answer == job.request.params.max_tokens or job.num_tokens > largest:
+        count = len(job.token_ids)
+        if count - job.num_prompt == job.request.params.max_tokens or count > largest:
             return Finish("length")
     return None
