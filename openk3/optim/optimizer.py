@@ -39,6 +39,7 @@ class Optimizer:
         self.adamw: dict[str, Moments] = {}
         self._wide_gradients: dict[str, Tensor] = {}
         self._sums: list[GradientSum] = []
+        self._waiting: dict[str, Tensor] | None = None  # narrow gradients of the micro-batch that `adding` is at
 
     def add(self, name: str, parameter: nn.Parameter, *, blocks: int, decays: bool) -> None:
         """Take charge of a parameter: Muon in `blocks` pieces, or AdamW if `blocks` is 0."""
@@ -60,19 +61,38 @@ class Optimizer:
         gradient = parameter.grad
         if gradient is None:  # a backward pass has added it by itself
             return
-        self._wide_gradients[name] = _widened(gradient, self._wide_gradients.get(name))
         parameter.grad = None
+        if self._waiting is not None and gradient.numel() < WIDENED_BY_KERNEL and gradient.is_contiguous():
+            self._waiting[name] = gradient
+        else:
+            self._wide_gradients[name] = _widened(gradient, self._wide_gradients.get(name))
 
     @contextmanager
     def adding(self) -> Generator[None]:
-        """Backward passes inside, one after another, may add gradients to the float32 sums by themselves."""
+        """One backward pass inside may add gradients to the float32 sums by itself; small ones are added at the end.
+
+        Hundreds of small sums as one operation: on a GPU each would take longer to begin than to add.
+        """
         for total in self._sums:
             total.is_open = True
+        self._waiting = {}
         try:
             yield
+            self._add_waiting(self._waiting)
         finally:
+            self._waiting = None
             for total in self._sums:
                 total.is_open = False
+
+    @torch.no_grad()
+    def _add_waiting(self, waiting: dict[str, Tensor]) -> None:
+        new = {name: torch.empty_like(gradient, dtype=torch.float32) for name, gradient in waiting.items()}
+        if new:
+            torch._foreach_copy_(list(new.values()), list(waiting.values()))
+        old = {name: total for name, total in self._wide_gradients.items() if name in new}
+        if old:
+            torch._foreach_add_(list(old.values()), [new[name] for name in old])
+        self._wide_gradients |= {name: total for name, total in new.items() if name not in old}
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients that were computed apart, one per parameter in order, as a backward pass would add them."""

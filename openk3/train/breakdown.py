@@ -46,6 +46,7 @@ RULES = (
     ("MoE", r"gather|scatter|index|combine|dispatch", "dispatch and combine"),
     ("MoE", r"linear|mm\b|gemm|nvjet|cutlass|norm", "latent projections"),
     ("experts", r"situ", "expert activations"),
+    *((mark, r"foreach_(copy|add)", "gradient sums") for mark in (OTHER, "head and loss")),
     (OTHER, r"momentum_kernel|rescale_kernel|symmetric_kernel|chain_kernel|adamw", "optimizer"),
 )
 

@@ -92,9 +92,10 @@ def _backward(
 
     jobs = [partial(forward, n) for n in range(len(batches))]
     if state.config.workers == 1 or len(jobs) == 1:
-        with state.optimizer.adding():
-            for job in jobs:
-                torch.autograd.backward(job())
+        for job in jobs:
+            objective = job()
+            with state.optimizer.adding():
+                torch.autograd.backward(objective)
     else:
         for gradients in gradients_in_order(jobs, list(state.optimizer.parameters.values()), state.config.workers):
             state.optimizer.add_gradients(gradients)

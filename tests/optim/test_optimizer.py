@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -45,6 +46,27 @@ def test_parameters_do_not_keep_it_alive() -> None:
     assert seen() is None
     backward(matrix, vector, 0)
     assert matrix.grad is not None and vector.grad is not None
+
+
+def test_small_gradients_are_added_together() -> None:
+    """Inside `adding` the same bits as one by one, also where a parameter has its first gradient late."""
+    found = []
+    for together in (False, True):
+        optimizer, matrix, vector = make(dtype=torch.bfloat16)
+        late, other = nn.Parameter(torch.ones(3, 4).bfloat16()), nn.Parameter(torch.ones(4, 3).bfloat16())
+        optimizer.add("late", late, blocks=0, decays=True)
+        optimizer.add("other", other, blocks=0, decays=True)
+        for seed in range(3):
+            with optimizer.adding() if together else contextlib.nullcontext():
+                backward(matrix, vector, seed)
+                if seed:
+                    (late * other.detach().T * seed).sum().backward()
+                    other.mT.square().sum().backward()  # a gradient that is not contiguous
+                assert not together or "m" not in optimizer.gradients() or seed
+        assert all(p.grad is None for p in (matrix, vector, late, other))
+        found.append(optimizer.gradients())
+    assert set(found[0]) == set(found[1]) == {"m", "v", "late", "other"}
+    assert all(x.dtype == torch.float32 and torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
