@@ -106,7 +106,8 @@ def plan_latents(pages: LatentPages, cu_seqlens_q: Tensor, heads: int, new_token
         found = latent_gluon.settings(heads * new_tokens)
         rows, block, programs = found["FIRST"] + found["SECOND"], _HOPPER_BLOCK, 1
     else:
-        settings = latent_kernel.settings(heads * new_tokens, pages.memory.element_size(), _arch(device))
+        latent = pages.width - MOST_SHARED_CHANNELS  # at least: the shared part has no more
+        settings = latent_kernel.settings(heads * new_tokens, pages.memory.element_size(), _arch(device), latent)
         rows, block, programs = settings.rows, settings.keys, settings.programs
     parts, N = cdiv(heads * new_tokens, rows), len(pages.length_N)
     before = torch.empty(parts, N + 1, dtype=torch.int32, device=device)
@@ -195,7 +196,8 @@ def _by_triton(
 ) -> None:
     q_latent_THC, q_shared_THR = queries
     (_, H, C), R = q_latent_THC.shape, q_shared_THR.shape[2]
-    settings = latent_kernel.settings(plan.rows * plan.parts, q_latent_THC.element_size(), _arch(q_latent_THC.device))
+    arch = _arch(q_latent_THC.device)
+    settings = latent_kernel.settings(plan.rows * plan.parts, q_latent_THC.element_size(), arch, C)
     padded = {name: max(16, power_of_2(width)) for name, width in (("PC", C), ("PS", R))}
     latent_kernel.latent_kernel[(plan.runs * plan.parts,)](
         *(*queries, pages.memory, pages.page_NP, pages.length_N, cu_seqlens_q, plan.before, *outputs),

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from openk3.ops.mla.attention_kernel import wide
 
+AT_ONCE = tl.constexpr(16)  # parts of a request
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -30,13 +31,17 @@ class Settings(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def settings(rows: int, element_bytes: int, arch: int) -> Settings:
-    """For up to so many rows of a request; latents of up to 512 + 64 values."""
+def settings(rows: int, element_bytes: int, arch: int, latent: int = 512) -> Settings:
+    """For up to so many rows of a request, and latents of so many values beside the shared part's up to 64.
+
+    A block of keys is a chain of loads, products and a softmax; where latents are narrow there is room for two.
+    """
     block = 16 if rows <= 16 else 32
     if element_bytes == 4:
         return Settings(16, 16, 1, 4, 1)
     keys = 32 if arch == 90 else 16  # elsewhere registers run out with 32
-    return Settings(block, keys, 1, 8, {80: 3, 90: 4}.get(arch, 2))
+    programs = 2 if arch == 90 and latent <= 256 and block == 16 else 1
+    return Settings(block, keys, programs, 8, {80: 3, 90: 4}.get(arch, 2))
 
 
 @triton.jit(
@@ -191,36 +196,40 @@ def combine_kernel(
         peak = float("-inf")
         sums = 0.0
         context = tl.zeros([PC], tl.float32)
-        for run in tl.range(first, last + 1):
-            slot = (part * (runs + N) + run + n).to(tl.int64) * rows + row % rows
-            log = tl.load(log_ptr + slot)
-            largest = tl.maximum(peak, log)
+        nth = tl.arange(0, AT_ONCE)
+        for run in tl.range(first, last + 1, AT_ONCE):
+            inside = run + nth <= last
+            slot = (part * (runs + N) + run + nth + n).to(tl.int64) * rows + row % rows
+            log = tl.load(log_ptr + slot, mask=inside, other=float("-inf"))
+            live = inside[:, None] & (channel < C)[None, :]
+            values = tl.load(part_ptr + slot[:, None] * C + channel[None, :], mask=live, other=0.0)
+            largest = tl.maximum(peak, tl.max(log, 0))
             base = tl.where(largest == float("-inf"), 0.0, largest)
             shrink, weight = tl.exp2(peak - base), tl.exp2(log - base)
-            values = tl.load(part_ptr + slot * C + channel, mask=channel < C, other=0.0)
-            context = context * shrink + values * weight
-            sums = sums * shrink + weight
+            context = context * shrink + tl.sum(values * weight[:, None], 0)
+            sums = sums * shrink + tl.sum(weight, 0)
             peak = largest
         tl.store(out_ptr + tl.program_id(0).to(tl.int64) * C + channel, context / sums, mask=channel < C)
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """What the launchers compile for 24 and 96 heads over latents of 512 + 64 values in bfloat16."""
+    """What the launchers compile for 8 to 96 heads over latents of 512 + 64 values in bfloat16, 6 over 256 + 64."""
     cases = []
-    for heads, page, stride in (
-        (24, "*i32:1", "i32:16"),
-        (96, "*i32:1", "i32:16"),
-        (8, "*i32:1", "i32:16"),
-        (96, "*i64:1", "i64:16"),
+    for heads, latent, page, stride in (
+        (24, 512, "*i32:1", "i32:16"),
+        (96, 512, "*i32:1", "i32:16"),
+        (8, 512, "*i32:1", "i32:16"),
+        (96, 512, "*i64:1", "i64:16"),
+        (6, 256, "*i32:1", "i32:16"),
     ):
-        found = settings(heads, 2, arch)
+        found = settings(heads, 2, arch, latent)
         given: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in ("q_latent", "q_shared", "latent")}
         given |= {f"{name}_ptr": "*i32:1" for name in ("length", "cu", "before")} | {"page_ptr": page}
         given |= {f"{name}_ptr": "*fp32" for name in ("out", "part", "log")} | {"scale": "fp32"}
         given |= dict.fromkeys(("N", "heads", "page_row", "parts"), "i32")
         given |= {"page_stride": stride, "token_stride": "i32:16"}
         given |= {f"{part}_{way}": "i32:16" for part in ("latent", "shared") for way in ("along", "across")}
-        given |= {"C": 512, "S": 64, "PC": 512, "PS": 64}
+        given |= {"C": latent, "S": 64, "PC": latent, "PS": 64}
         given |= {"ROWS": found.rows, "BLOCK": found.keys, "PAGE": 6144}
         cases.append((latent_kernel, given | {"PRECISION": "tf32x3"}, found.options()))
     plan: dict[str, Any] = dict.fromkeys(("length_ptr", "cu_ptr", "before_ptr"), "*i32:1") | {
