@@ -51,9 +51,9 @@ class Serve:
     """Guess tokens ahead, by the MTP layer or by what followed before: the same answers, single ones faster."""
     context: Annotated[int, unset("TOKENS", "the model's")] = 0
     """Longest prompt and answer together, at most what the model has."""
-    step_tokens: Annotated[int, unset("TOKENS", "2,048, or 8,192 on a GPU")] = 0
+    step_tokens: Annotated[int, unset("TOKENS", "2,048, or 16,384 on a GPU")] = 0
     """Most tokens in one pass of the model: long ones delay running answers."""
-    prompt_interval: Annotated[int, unset("PASSES", "1, or 16 where a GPU decodes by graphs")] = 0
+    prompt_interval: Annotated[int, unset("PASSES", "1, or 32 where a GPU decodes by graphs")] = 0
     """Compute prompts in every so many passes while others decode: more tokens a second on a GPU, later first ones."""
     max_requests: int = 256
     """Answers that are written at the same time; others wait."""

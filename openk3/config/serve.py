@@ -11,8 +11,8 @@ from openk3.config.outer_tier import TierConfig
 HASH_TOKENS = 512  # the most tokens between two places where a prefix can be reused (report section 5.4.1)
 ROW_ALIGNMENT = 16  # bytes: rows hold numbers of several widths, and kernels load them by 16 bytes
 DRAFTS = ("mtp", "ngram")
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192
-GRAPH_PROMPT_INTERVAL = 16
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 16384
+GRAPH_PROMPT_INTERVAL = 32
 GPU_CUT_TOKENS = 1024
 _MOST = 2**48
 

@@ -127,7 +127,7 @@ def test_what_is_left_open_follows_from_the_device() -> None:
     found = [
         EngineConfig(cache).on(gpu=gpu, graphs=graphs) for gpu, graphs in ((False, False), (True, False), (True, True))
     ]
-    assert [(each.step_tokens, each.prompt_interval) for each in found] == [(2048, 1), (8192, 1), (8192, 16)]
+    assert [(each.step_tokens, each.prompt_interval) for each in found] == [(2048, 1), (16384, 1), (16384, 32)]
     assert [each.cache.cut_tokens for each in found] == [0, 1024, 1024]
     asked = EngineConfig(dataclasses.replace(cache, cut_tokens=5), step_tokens=7, prompt_interval=3)
     assert asked.on(gpu=True, graphs=True) == asked.on(gpu=False, graphs=False) == asked
