@@ -79,7 +79,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{versions}, commit {results['commit']}.",
         "",
     ]
-    lines += goals(results["rows"])
+    lines += [f"{note}\n" for note in results.get("notes", [])] + goals(results["rows"])
     for part in dict.fromkeys(row["part"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["part"] == part]
         seconds = results.get("seconds", {}).get(part)
