@@ -185,7 +185,12 @@ def test_report() -> None:
     assert "2 of 3 met." in text and "| slow, 70 % of the roofline | 4.000 | 5.000 | met |" in text
     assert "| fast | 1.000 | 3.000 | 2.000 | - | 3.00 | 1.5 | met |" in text and "torch / openk3" in text
     assert "| slow | 4.000 | - | 2.000 | 5.000 | - | 7.0 | missed |" in text
-    for line in ("- broken: RuntimeError: no", "- old: nemo failed: gone", "measured in another run: old.json", "\nPeers by hand.\n"):
+    for line in (
+        "- broken: RuntimeError: no",
+        "- old: nemo failed: gone",
+        "measured in another run: old.json",
+        "\nPeers by hand.\n",
+    ):
         assert line in text
 
 
