@@ -51,23 +51,34 @@ def combine_kernel(
 def combine_backward_kernel(
     d_out, u, inverse, norm, d_u, d_norm, T, programs, C: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr
 ):
-    """d_u of the norm, and each program's share of d_norm [programs, C]; a program takes every programs-th token."""
+    """d_u of the norm, and each program's share of d_norm [programs, C]; a program takes every programs-th token.
+
+    The next tokens are asked for before these are worked on.
+    """
     column = tl.arange(0, BC)
     weight = tl.load(norm + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
-    total = tl.zeros([BC], tl.float32)
-    for step in range(tl.cdiv(T, programs * BT)):
-        token = (step * programs + tl.program_id(0)).to(tl.int64) * BT + tl.arange(0, BT)
-        live = token < T
-        there = live[:, None] & (column < C)[None, :]
+    total = tl.zeros([BT, BC], tl.float32)  # by row of the block: rows lie in several warps, which would wait each time
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    there = (token < T)[:, None] & (column < C)[None, :]
+    next_u = tl.load(u + token[:, None] * C + column[None, :], mask=there, other=0.0)
+    next_d = tl.load(d_out + token[:, None] * C + column[None, :], mask=there, other=0.0)
+    next_root = tl.load(inverse + token, mask=token < T, other=0.0)
+    for _ in range(tl.cdiv(T, programs * BT)):
         at = token[:, None] * C + column[None, :]
-        root = tl.load(inverse + token, mask=live, other=0.0)[:, None]
-        normal = tl.load(u + at, mask=there, other=0.0).to(tl.float32) * root
-        d = tl.load(d_out + at, mask=there, other=0.0).to(tl.float32)
-        total += tl.sum(d * normal, 0)
+        here = there
+        root = next_root[:, None]
+        normal = next_u.to(tl.float32) * root
+        d = next_d.to(tl.float32)
+        token += programs * BT
+        there = (token < T)[:, None] & (column < C)[None, :]
+        next_u = tl.load(u + token[:, None] * C + column[None, :], mask=there, other=0.0)
+        next_d = tl.load(d_out + token[:, None] * C + column[None, :], mask=there, other=0.0)
+        next_root = tl.load(inverse + token, mask=token < T, other=0.0)
+        total += d * normal
         d *= weight
         along = tl.sum(d * normal, 1)[:, None] / C
-        tl.store(d_u + at, ((d - normal * along) * root).to(d_u.dtype.element_ty), mask=there)
-    tl.store(d_norm + tl.program_id(0) * C + column, total, mask=column < C)
+        tl.store(d_u + at, ((d - normal * along) * root).to(d_u.dtype.element_ty), mask=here)
+    tl.store(d_norm + tl.program_id(0) * C + column, tl.sum(total, 0), mask=column < C)
 
 
 @triton.jit(do_not_specialize=["T", "M", "blocks"])

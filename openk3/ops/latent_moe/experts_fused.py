@@ -26,7 +26,7 @@ from openk3.ops.latent_moe.route_fused import Plan
 from openk3.ops.launch import start
 from openk3.ops.saved import name
 
-NORM_PROGRAMS = 8  # of each multiprocessor, for the gradient of the norm behind the sum: each leaves a share
+NORM_PROGRAMS = 4  # of each multiprocessor, all at work at once, for the gradient of the norm behind the sum
 
 
 class Form(NamedTuple):
