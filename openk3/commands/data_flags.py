@@ -27,7 +27,9 @@ class DataPrepare:
     example: openk3 data prepare crawl/*.jsonl.zst code=src/ --out data/mine
     """
 
-    inputs: Positional[Annotated[tuple[str, ...], arg(metavar="IN [IN ...]", help=_IN, help_behavior_hint="(required)")]]
+    inputs: Positional[
+        Annotated[tuple[str, ...], arg(metavar="IN [IN ...]", help=_IN, help_behavior_hint="(required)")]
+    ]
     out: Path
     """Folder to make."""
     text_field: str = "text"
