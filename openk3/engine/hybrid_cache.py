@@ -89,11 +89,6 @@ class HybridCache:
         shape = self.config.pages
         return min(self.config.max_tokens, (self.config.num_pages - shape.kda_groups) * shape.page_tokens)
 
-    def fits(self, request: RequestCache, num_tokens: int) -> bool:
-        """Whether `reserve` has nothing to do for so many tokens."""
-        most = min(self.config.max_tokens, len(request.pages) * self.config.pages.page_tokens)
-        return num_tokens <= most and (request.plan is None or request.plan.key is None)
-
     def reservable(self, request: RequestCache) -> int:
         """The most tokens that `reserve` would grant now."""
         pages = len(request.pages) + self.pool.num_available

@@ -181,10 +181,7 @@ class Loop:
                 self.scheduler.preempt(work.job, keep_state=False)
 
     def _of(self, job: Job) -> News:
-        news = self._news.get(job)
-        if news is None:
-            news = self._news[job] = News()
-        return news
+        return self._news.get(job) or self._news.setdefault(job, News())
 
 
 def _extend(job: Job, tokens: list[Outcome], news: News, largest: int) -> Finish | None:

@@ -26,6 +26,7 @@ from openk3.config.serve import EngineConfig
 from openk3.engine.block_pool import NoRoom
 from openk3.engine.hybrid_cache import HybridCache
 from openk3.engine.job import Job, Status, Work
+from openk3.engine.page_plans import RequestCache
 from openk3.engine.shares import Shares
 from openk3.engine.staging import swap_out
 
@@ -61,16 +62,12 @@ class Scheduler:
         self._admit()
         works, candidates = list[Work](), self._candidates()
         shares = self._shares.divide(self.config.step_tokens, candidates)
-        for job in candidates:  # by rank
-            if job not in shares:
-                continue
+        for job in [job for job in candidates if job in shares]:  # by rank
             job.last_served = self.step  # also without room: then it is the turn of those before it, who make room
-            work = self._reserve(job, shares[job])
-            if work is not None:
+            if (work := self._reserve(job, shares[job])) is not None:
                 works.append(work)
-        if sum(shares.values()) > len(works):  # not all of one token, which are in their order
-            works.sort(key=lambda work: work.order)
-        return works
+        single = sum(shares.values()) == len(works)  # one token each: they are in order
+        return works if single else sorted(works, key=lambda work: work.order)
 
     def preempt(self, job: Job, *, keep_state: bool = True) -> None:
         """Take a running job's pages; it waits, and computes again what the cache has lost by then.
@@ -168,7 +165,7 @@ class Scheduler:
             return None
         start = job.cache.num_computed
         end = start + num_tokens
-        if num_tokens == 1 and self.books.fits(job.cache, end):
+        if num_tokens == 1 and _fits(self.books, job.cache, end):
             return Work(job, start, end, max(0, end - job.num_tokens))
         if end <= job.num_tokens:  # of drafts, what is accepted is replayed in pieces that end at checkpoints
             end = self.books.checkpoints.next_stop(job.cache, end, self.config.cache.cut_tokens)
@@ -207,6 +204,12 @@ def _need(books: HybridCache, job: Job) -> int:
     """Available pages that a waiting job would take for its known tokens; those that others hold are shared."""
     hit = books.prefixes.lookup(job.chain.keys, min(job.most_hit, job.num_tokens - 1))
     return books.config.pages_for(job.num_tokens) - sum(books.pool.refs(page) > 0 for page in hit.full_pages)
+
+
+def _fits(books: HybridCache, request: RequestCache, num_tokens: int) -> bool:
+    """Whether `reserve` has nothing to do for so many tokens."""
+    most = min(books.config.max_tokens, len(request.pages) * books.config.pages.page_tokens)
+    return num_tokens <= most and (request.plan is None or request.plan.key is None)
 
 
 def _room(books: HybridCache, running: list[Job]) -> int:
