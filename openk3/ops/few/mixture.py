@@ -15,7 +15,7 @@ from openk3.ops.few.linear import MOST_DEPTH, add_linear, blocks_of, run, takes
 from openk3.ops.latent_moe.layer import RoutedForm, RoutedWeights, by_kernels
 from openk3.ops.latent_moe.packed import ExpertTiles
 
-MOST_READERS = 2  # tokens for which programs read depth themselves: each does it for all of them
+MOST_READERS = 1  # tokens for which programs read depth themselves: with two, one after the other, launches are faster
 
 
 class Rest(NamedTuple):
@@ -127,7 +127,7 @@ class Reading:
 
 
 def reads_itself(x_TD: Tensor, sources: int) -> bool:
-    """Whether kernels read depth themselves for tokens like x: for inference, one token or two, widths that fit."""
+    """Whether kernels read depth themselves for tokens like x: for inference, very few tokens, widths that fit."""
     from openk3.ops.few.depth_kernel import MOST_SOURCES, MOST_WIDTH
 
     fits = x_TD.shape[1] <= MOST_WIDTH and sources <= MOST_SOURCES and x_TD.is_contiguous()
