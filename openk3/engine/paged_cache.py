@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,14 +71,11 @@ class Batch:
     @cached_property
     def targets(self) -> tuple[Tensor, Tensor]:
         """(page [T], row in it [T]) of each token's latents."""
-        size = self.page_tokens
-        pages, rows = list[int](), list[int]()
+        found = [np.empty((2, 0), dtype=np.int64)]
         for cache, start, num_tokens in self.spans:
-            for first in range(start - start % size, start + num_tokens, size):
-                inside = range(max(start, first), min(start + num_tokens, first + size))
-                pages += [cache.pages[first // size]] * len(inside)
-                rows += range(inside.start - first, inside.stop - first)
-        pages_T, rows_T = sent(torch.tensor([pages, rows], dtype=torch.int64), self.device)
+            nth_T, row_T = np.divmod(np.arange(start, start + num_tokens), self.page_tokens)
+            found.append(np.stack((np.array(cache.pages, dtype=np.int64)[nth_T], row_T)))
+        pages_T, rows_T = sent(torch.from_numpy(np.concatenate(found, 1)), self.device)
         return pages_T, rows_T
 
     @cached_property

@@ -95,16 +95,17 @@ class KimiDeltaAttention(nn.Module):
         outputs, drafts = [], cache.drafts
         edges = () if drafts is None else (drafts.which.start, drafts.which.stop)
         for which, rows, part in sequences.split(sequences.num_single, *edges):
-            inputs = projected.rows(rows)
+            whole = part is sequences
+            inputs, gates_TC = (projected, gate_TC) if whole else (projected.rows(rows), gate_TC[rows])
             if drafts is not None and which == drafts.which:
                 drafts.inputs = Projected(*(x.clone() for x in inputs.tensors()))  # not the whole pass's
-                outputs.append(self._verify(inputs, gate_TC[rows], part, cache.read(which)))
+                outputs.append(self._verify(inputs, gates_TC, part, cache.read(which)))
                 continue
             if part.one_each and not torch.is_grad_enabled() and self._has_kernels(x_TD):
-                y_TC, states = self._decode(inputs, gate_TC[rows], part, cache.read(which))
+                y_TC, states = self._decode(inputs, gates_TC, part, cache.read(which))
             else:
                 before = None if cache.is_new(which) else cache.read(which)
-                y_TC, states = self._mix(inputs, gate_TC[rows], part, before)
+                y_TC, states = self._mix(inputs, gates_TC, part, before)
             cache.write(which, states)
             outputs.append(y_TC)
         return through(self.o_proj, outputs[0] if len(outputs) == 1 else torch.cat(outputs))

@@ -110,7 +110,8 @@ class GatedMLA(nn.Module):
             whole = list(latents[which])
             ends = torch.tensor([0, *map(len, whole)]).cumsum(0)
             bounds = part.cu_seqlens, ends  # on the CPU: nothing waits for them to be read
-            outputs.append(self.expanded(q_THK[rows], torch.cat(whole), *bounds, trace))
+            whole_KC = whole[0] if len(whole) == 1 else torch.cat(whole)
+            outputs.append(self.expanded(q_THK[rows], whole_KC, *bounds, trace))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def latent(self, x_TD: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from openk3.ops.backend import on_device, prefers_gluon
 from openk3.ops.kda.gluon_launch import launch
 from openk3.ops.launch import cdiv
 from openk3.ops.saved import name
+from openk3.ops.unrecorded import apply
 
 
 class Wanted(NamedTuple):
@@ -273,8 +274,8 @@ def mix(
     rows = [x.contiguous() for x in sources]
     parameters = [None if x is None else x.contiguous() for x in weights]
     wanted = wanted._replace(passed=wanted.passed and torch.is_grad_enabled() and any(x.requires_grad for x in rows))
-    mixed, normed, newest, probs, *passed = _MixDepth.apply(
-        wanted, *parameters, None if addend is None else addend.contiguous(), *rows
+    mixed, normed, newest, probs, *passed = apply(
+        _MixDepth, wanted, *parameters, None if addend is None else addend.contiguous(), *rows
     )
     if not wanted.passed:
         passed = rows if newest is None else rows[:-1]

@@ -22,13 +22,14 @@ from openk3.ops.mla.attention_kernel import attention_kernel as forward_kernel
 from openk3.ops.mla.attention_views import LOG2E, Job, Views
 from openk3.ops.mla.tiles import Portion, gradient_tiles, query_tiles
 from openk3.ops.saved import name
+from openk3.ops.unrecorded import apply
 
 ROOM = 2**31  # bytes of score gradients that exist at once, unless fewer programs than multiprocessors fit in
 
 
 def attend(job: Job, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """(o [Tq, H, V] in float32, largest scaled score of each head [H]) for what `attention_views.obstacle` admits."""
-    return _Attention.apply(job, *(x if x.stride(-1) == 1 else x.contiguous() for x in tensors))
+    return apply(_Attention, job, *(x if x.stride(-1) == 1 else x.contiguous() for x in tensors))
 
 
 class _Attention(torch.autograd.Function):

@@ -75,9 +75,7 @@ class PagedRows(Sequence[Tensor]):
         if isinstance(index, slice):
             return PagedRows(self.latent_PTC, self.where.part(index))
         length, size = self.where.lengths[index], self.where.page_tokens
-        pages = self.where.tables[index][: -(-length // size)]
-        if len(pages) <= 1:
-            return self.latent_PTC[pages[0] if pages else 0, :length]
-        *full, last = pages
-        rows = [self.latent_PTC[page] for page in full]
-        return torch.cat([*rows, self.latent_PTC[last, : length - len(full) * size]])
+        count = -(-length // size)
+        if count <= 1:
+            return self.latent_PTC[self.where.tables[index][0] if count else 0, :length]
+        return self.latent_PTC.index_select(0, self.where.page_NP[index, :count]).flatten(0, 1)[:length]
