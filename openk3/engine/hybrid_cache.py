@@ -117,7 +117,7 @@ class HybridCache:
             raise PoolError("no plan to land")
         request.plan, request.started = None, True
         if plan.key is not None and request.epoch == self.epoch:
-            self._publish(request, request.num_computed - 1)  # again: a twin that held these latents may be gone
+            _publish(self, request, request.num_computed - 1)  # again: a twin that held these latents may be gone
             self.checkpoints.enter(request, plan)
         _land_loads(self, request, plan)
         _give_back(self, plan)
@@ -136,7 +136,7 @@ class HybridCache:
             self.pool.seal(request.pages[j])
         if request.epoch != self.epoch:
             return None
-        self._publish(request, before)
+        _publish(self, request, before)
         if num_computed > before:
             request.plan = self.checkpoints.plan(request)
         return request.plan
@@ -151,7 +151,7 @@ class HybridCache:
         del self.requests[request]
         plan, request.plan = request.plan, None
         if request.started and request.epoch == self.epoch:
-            self._publish(request, 0)  # pages whose twins of another request have gone meanwhile
+            _publish(self, request, 0)  # pages whose twins of another request have gone meanwhile
         if plan is not None:
             _give_back(self, plan)
         self.pool.unpin(request.states)
@@ -169,13 +169,14 @@ class HybridCache:
         self.pool.check()
         self.prefixes.check()
 
-    def _publish(self, request: RequestCache, first_token: int) -> None:
-        """Enter the complete hash blocks of the computed pages from the one that holds `first_token`."""
-        shape = self.config.pages
-        per_page = shape.blocks_per_page
-        for j in range(first_token // shape.page_tokens, shape.latent_pages(request.num_computed)):
-            end = min(request.num_computed // shape.hash_tokens, (j + 1) * per_page)
-            self.prefixes.add_latents(request.pages[j], request.chain.keys[j * per_page : end])
+
+def _publish(cache: HybridCache, request: RequestCache, first_token: int) -> None:
+    """Enter the complete hash blocks of the computed pages from the one that holds `first_token`."""
+    shape = cache.config.pages
+    per_page = shape.blocks_per_page
+    for j in range(first_token // shape.page_tokens, shape.latent_pages(request.num_computed)):
+        end = min(request.num_computed // shape.hash_tokens, (j + 1) * per_page)
+        cache.prefixes.add_latents(request.pages[j], request.chain.keys[j * per_page : end])
 
 
 def _refuse(cache: HybridCache, chain: HashChain, turn_ends: set[int]) -> None:
@@ -226,7 +227,7 @@ def _land_loads(cache: HybridCache, request: RequestCache, plan: CopyPlan) -> No
     for load in plan.page_loads:
         cache.pool.seal(load.target)
     if plan.entries and request.epoch == cache.epoch:
-        cache._publish(request, 0)
+        _publish(cache, request, 0)
 
 
 def _give_back(cache: HybridCache, plan: CopyPlan) -> None:

@@ -106,7 +106,7 @@ class Loop:
         except Exception as error:
             self._isolate(works, ends, error)
         except BaseException:  # an interrupt: books and states may differ, so nobody goes on from them
-            self._restart(works, ends)
+            _restart(self.scheduler, works, ends)
             raise
         finally:
             for job, finish in ends.items():
@@ -171,17 +171,19 @@ class Loop:
         if len(works) == 1:
             ends.setdefault(works[0].job, Finish("error", error))
             return
-        self._restart(works, ends)
+        _restart(self.scheduler, works, ends)
         for work in works:
             work.job.suspect_until = max(work.job.suspect_until, work.num_known)
 
-    def _restart(self, works: list[Work], ends: dict[Job, Finish]) -> None:
-        for work in works:
-            if work.job not in ends:
-                self.scheduler.preempt(work.job, keep_state=False)
-
     def _of(self, job: Job) -> News:
         return self._news.get(job) or self._news.setdefault(job, News())
+
+
+def _restart(scheduler: Scheduler, works: list[Work], ends: dict[Job, Finish]) -> None:
+    """The jobs of a pass that failed wait again, unless they have ended."""
+    for work in works:
+        if work.job not in ends:
+            scheduler.preempt(work.job, keep_state=False)
 
 
 def _extend(job: Job, tokens: list[Outcome], news: News, largest: int) -> Finish | None:

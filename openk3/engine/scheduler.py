@@ -123,18 +123,13 @@ class Scheduler:
         limit = self.config.cache.max_requests
         if len(self.running) < limit and _need(self.books, job) <= _room(self.books, self.running):
             return True
-        victims = self._victims(job)
+        victims = _victims(self.running, job)
         gain = sum(_alone(self.books, other) + _missing(self.books, other) for other in victims)
         if not victims or _need(self.books, job) > _room(self.books, self.running) + gain:
             return False
         while victims and (len(self.running) >= limit or _need(self.books, job) > _room(self.books, self.running)):
             self.preempt(victims.pop())
         return len(self.running) < limit and _need(self.books, job) <= _room(self.books, self.running)
-
-    def _victims(self, job: Job) -> list[Job]:
-        """Running jobs of lower priority and rank than a waiting one, by rank."""
-        priority = job.request.priority
-        return [other for other in self.running if other.request.priority < priority and other.rank > job.rank]
 
     def _start(self, job: Job) -> bool:
         """Give a waiting job its first pages and its prefix."""
@@ -183,6 +178,12 @@ class Scheduler:
         """Running jobs behind this one, the last in rank first."""
         while self.running[-1] is not job:
             yield self.running[-1]
+
+
+def _victims(running: list[Job], job: Job) -> list[Job]:
+    """Running jobs of lower priority and rank than a waiting one, by rank."""
+    priority = job.request.priority
+    return [other for other in running if other.request.priority < priority and other.rank > job.rank]
 
 
 def name_again(books: HybridCache, job: Job) -> None:

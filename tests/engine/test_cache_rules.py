@@ -64,7 +64,7 @@ def publish_when_reserved(patch: Patch) -> None:
     def broken(cache: HybridCache, request: RequestCache, num_tokens: int) -> None:
         reserve(cache, request, num_tokens)
         before, request.num_computed = request.num_computed, num_tokens
-        cache._publish(request, 0)
+        hybrid_cache._publish(cache, request, 0)
         request.num_computed = before
 
     patch.setattr(HybridCache, "reserve", broken)
