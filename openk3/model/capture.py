@@ -36,7 +36,7 @@ class Form:
     def __init__(self, model: K3) -> None:
         modules = [*model.layers.modules(), *(getattr(model, name) for name in _OUTSIDE)]
         self._modules = modules
-        self._tables = [
+        self._tables: list[dict[str, Any]] = [
             table for each in modules for table in (each._modules, each._parameters, each._buffers) if table
         ]
         self._hooks = _hooks(modules)
