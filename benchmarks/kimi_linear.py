@@ -222,13 +222,13 @@ def main(arguments: list[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     model = random_model(configuration(rows[0], options)) if rows else None
     for row in rows:
-        found = measure(row, peer, model, options)
+        try:
+            found = measure(row, peer, model, options)
+        except RuntimeError as error:  # a fault of one row must not cost the others
+            found = {"work": row.name, "ours_ms": None, "floor_ms": None, "goal_ms": None, "error": str(error)[:300]}
         results.append(found)
-        print(
-            f"{row.name}: {found['ours_ms']:.3f} ms, transformers {found.get('transformers_ms')}, "
-            f"{found['peak_gb']} GB {found['failed']}",
-            flush=True,
-        )
+        what = f"{found.get('peak_gb')} GB {found.get('failed')} {found.get('error', '')}"
+        print(f"{row.name}: {found['ours_ms']} ms, transformers {found.get('transformers_ms')}, {what}", flush=True)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()

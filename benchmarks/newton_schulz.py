@@ -174,11 +174,13 @@ def measure_optimizer(row: Row, device: torch.device, protocol: Protocol) -> dic
     muon.newton_schulz = plain
     os.environ["OPENK3_BACKEND"] = "reference"
     try:
-        found["torch_ms"] = median_ms([lambda: optimizer.step(1e-4)], device, protocol)
+        found["torch_ms"] = median_ms([lambda: optimizer.step(1e-4)], device, Protocol(2, 1))
+    except torch.OutOfMemoryError as error:
+        found["failed"] = {"torch": str(error)[:200]}
     finally:
         muon.newton_schulz = definition
         os.environ.pop("OPENK3_BACKEND")
-    dismiss(optimizer)
+        dismiss(optimizer)
     goal = GOAL_MFU.get(row.recipe, 0.25)
     found["training_step_ms"] = TOKENS * flops / (goal * PEAK_FLOPS) * 1e3
     found["share_of_step"] = found["ours_ms"] / found["training_step_ms"]
@@ -190,7 +192,7 @@ def measure_optimizer(row: Row, device: torch.device, protocol: Protocol) -> dic
 def line(found: dict[str, Any]) -> str:
     """A row for a reader."""
     times = [f"{name[:-3]} {value:.3f} ms" for name, value in found.items() if name.endswith("_ms") and value]
-    ratio = f"torch / ours {found['torch_ms'] / found['ours_ms']:.2f}"
+    ratio = f"torch / ours {found['torch_ms'] / found['ours_ms']:.2f}" if "torch_ms" in found else "torch failed"
     errors = [
         f"{name} {kind} {value:.1e}" for name, each in found.get("errors", {}).items() for kind, value in each.items()
     ]

@@ -124,11 +124,18 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; write the rows as JSON if asked to."""
     options = row_flags.parse(__doc__, arguments, small="recipe tiny, to try the script", quick="fewer steps")
-    results = []
+    results: list[dict[str, Any]] = []
     for row in [row for row in (TRIAL if options.small else ROWS) if any(part in row.name for part in options.rows)]:
-        results.append(measure(row, options))
-        found = results[-1]
-        print(f"{row.name}: {found['ours_ms']:.3f} ms, plain {found['plain_ms']:.3f}, {found['more']:+.1%}", flush=True)
+        try:
+            found = measure(row, options)
+            print(
+                f"{row.name}: {found['ours_ms']:.3f} ms, plain {found['plain_ms']:.3f}, {found['more']:+.1%}",
+                flush=True,
+            )
+        except RuntimeError as error:  # a fault of one row must not cost the others
+            found = {"work": row.name, "ours_ms": None, "floor_ms": None, "goal_ms": None, "error": str(error)[:300]}
+            print(f"{row.name}: {found['error']}", flush=True)
+        results.append(found)
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()
