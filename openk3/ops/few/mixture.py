@@ -117,12 +117,12 @@ class Reading:
     weights: tuple[Tensor, Tensor, Tensor]
     eps: float
 
-    def settings(self, matrices: int = 1) -> tuple[dict[str, int], int]:
+    def settings(self, rows: int, matrices: int = 1) -> tuple[dict[str, int], int]:
         """(constants, warps) of kernels of `read_kernel`."""
         from openk3.ops.few.read_kernel import read_settings
 
         most, T, D = self.stream_LTD.shape
-        constants, warps = read_settings(D, most, matrices)
+        constants, warps = read_settings(rows, D, most, matrices)
         return constants | {"TOKENS": T}, warps
 
 
@@ -139,7 +139,7 @@ def read_linear(reading: Reading, weight_OD: Tensor) -> Tensor:
     from openk3.ops.few.read_kernel import read_linear_kernel
 
     stream, O = reading.stream_LTD, len(weight_OD)
-    known, warps = reading.settings()
+    known, warps = reading.settings(O)
     out = stream.new_empty(stream.shape[1], O)
     tensors = stream, *reading.weights, weight_OD, out, reading.sources, reading.eps
     run(read_linear_kernel, blocks_of(O, known["R"]), tensors, (known | {"ROWS": O}, warps), like=stream)
@@ -183,7 +183,7 @@ def _project(
     gate, up, _ = shared or (None, None, None)
     sizes = [0 if weight is None else len(weight) for weight in (router, down, gate)]
     found = _Projected.empty(stream, *sizes)
-    known, warps = reading.settings(2)
+    known, warps = reading.settings(sum(sizes), 2)
     constants = known | dict(zip("ECS", sizes)) | _situ(*betas)
     outputs = found if maps is not None else (None, None, found.act_TS)
     tensors = stream, *reading.weights, router, down, gate, up, *outputs, reading.sources, reading.eps

@@ -1,7 +1,7 @@
 """Triton kernels of products that read depth on their own: mixture and norm are computed anew by every program.
 
-A warp holds some rows of a weight; a program asks for every source of a token at once, which are a few kilobytes. So a
-read of depth costs no launch, and its weights arrive while another kernel still runs.
+A program holds some rows of a weight, spread over all its threads, and asks for every source of a token at once; all of
+them are a few kilobytes. So a read of depth costs no launch, and its weights arrive while another kernel still runs.
 """
 
 from typing import Any
@@ -17,117 +17,59 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def load_tiles(weight, row, rows, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Rows of a matrix of D columns as a tuple of pieces [R, CHUNK]; zeros beyond the ends."""
-    pieces = ()
-    for c in tl.static_range(CHUNKS):
-        column = c * CHUNK + tl.arange(0, CHUNK)
-        at = weight + row.to(tl.int64)[:, None] * D + column[None, :]
-        pieces = pieces + (tl.load(at, mask=(row < rows)[:, None] & (column < D)[None, :], other=0.0),)
-    return pieces
+def load_tile(weight, row, rows, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [R, BLOCK] of a matrix of D columns; zeros beyond the ends."""
+    column = tl.arange(0, BLOCK)
+    at = weight + row.to(tl.int64)[:, None] * D + column[None, :]
+    return tl.load(at, mask=(row < rows)[:, None] & (column < D)[None, :], other=0.0)
 
 
 @triton.jit
-def _plus_three(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def load_query(
-    query, norm_weight, out_weight,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOURCES: tl.constexpr,
-):  # fmt: skip
-    """(what scores are made with, the weight of the norm behind the mixture): pieces [CHUNK].
-
-    As sums over the first row of a tile, so that they lie where tiles of sources need them before these are there.
-    """
-    row = tl.arange(0, SOURCES)[:, None]
-    vectors, scales = (), ()
-    for c in tl.static_range(CHUNKS):
-        column = c * CHUNK + tl.arange(0, CHUNK)[None, :] + row * 0
-        live = (column < D) & (row == 0)
-        vector = tl.load(query + column, mask=live, other=0.0).to(tl.float32)
-        vector *= tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
-        vectors = vectors + (tl.sum(vector, 0),)
-        scale = tl.sum(tl.load(out_weight + column, mask=live, other=0.0).to(tl.float32), 0)
-        scales = scales + (scale.to(out_weight.dtype.element_ty),)  # exactly, in half the registers
-    return vectors, scales
+def load_query(query, norm_weight, out_weight, D: tl.constexpr, BLOCK: tl.constexpr):
+    """(what scores are made with, the weight of the norm behind the mixture), [BLOCK] each in float32."""
+    column = tl.arange(0, BLOCK)
+    live = column < D
+    vector = tl.load(query + column, mask=live, other=0.0).to(tl.float32)
+    vector *= tl.load(norm_weight + column, mask=live, other=0.0).to(tl.float32)
+    return vector, tl.load(out_weight + column, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def normed_depth(
-    stream, distance, sources, known, eps,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOURCES: tl.constexpr,
+    stream, distance, sources, vector, scale, eps, D: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr
 ):  # fmt: skip
-    """Norm of the mixture of one token's sources, which lie `distance` apart: pieces [CHUNK] in float32, rounded.
-
-    A warp scores sources of its own, and has every column of what is mixed.
-    """
+    """Norm of the mixture of one token's sources, which lie `distance` apart: [BLOCK] float32, rounded as a tensor."""
+    column = tl.arange(0, BLOCK)
     source = tl.arange(0, SOURCES)
-    rows = stream + source.to(tl.int64)[:, None] * distance
-    values = ()
-    for c in tl.static_range(CHUNKS):
-        column = c * CHUNK + tl.arange(0, CHUNK)
-        live = (source < sources)[:, None] & (column < D)[None, :]
-        values = values + (tl.load(rows + column[None, :], mask=live, other=0.0),)
-    squares = tl.zeros([SOURCES, CHUNK], tl.float32)
-    products = tl.zeros([SOURCES, CHUNK], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        wide = values[c].to(tl.float32)
-        squares += wide * wide
-        products += wide * known[0][c][None, :]
+    live = (source < sources)[:, None] & (column < D)[None, :]
+    values = tl.load(stream + source.to(tl.int64)[:, None] * distance + column[None, :], mask=live, other=0.0)
+    wide = values.to(tl.float32)
     if INTERPRETED:  # where a reduction of one's own goes number by number
-        size, score = tl.sum(squares, 1), tl.sum(products, 1)
+        size, score = tl.sum(wide * wide, 1), tl.sum(wide * vector[None, :], 1)
     else:
-        size, score = tl.reduce((squares, products), 1, _plus)
+        size, score = tl.reduce((wide * wide, wide * vector[None, :]), 1, _plus)
     score = tl.where(source < sources, score * tl.rsqrt(size * (1.0 / D) + eps), float("-inf"))
     weight = tl.exp(score - tl.max(score, 0))
-    weight = (weight / tl.sum(weight, 0))[:, None]
-    sums = ()
-    if INTERPRETED or CHUNKS % 3 != 0:
-        for c in tl.static_range(CHUNKS):
-            sums = sums + (tl.sum(values[c].to(tl.float32) * weight, 0),)
-    else:  # three go through shared memory at once
-        for c in tl.static_range(0, CHUNKS, 3):
-            a, b = values[c].to(tl.float32) * weight, values[c + 1].to(tl.float32) * weight
-            sums = sums + tl.reduce((a, b, values[c + 2].to(tl.float32) * weight), 0, _plus_three)
-    mixed = ()
-    squared = tl.zeros([CHUNK], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        piece = sums[c].to(values[c].dtype)
-        squared += piece.to(tl.float32) * piece.to(tl.float32)
-        mixed = mixed + (piece,)
-    inverse = tl.rsqrt(tl.sum(squared, 0) * (1.0 / D) + eps)
-    normed = ()
-    for c in tl.static_range(CHUNKS):
-        unit = (mixed[c].to(tl.float32) * inverse).to(mixed[c].dtype).to(tl.float32)
-        normed = normed + ((unit * known[1][c].to(tl.float32)).to(mixed[c].dtype).to(tl.float32),)
-    return normed
-
-
-@triton.jit
-def times(pieces, x, CHUNKS: tl.constexpr):
-    """Products [R] of rows and a vector, both in pieces."""
-    total = pieces[0].to(tl.float32) * x[0][None, :]
-    for c in tl.static_range(1, CHUNKS):
-        total += pieces[c].to(tl.float32) * x[c][None, :]
-    return tl.sum(total, 1)
+    mixture = tl.sum(wide * weight[:, None], 0) / tl.sum(weight, 0)
+    rounded = mixture.to(values.dtype).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(rounded * rounded, 0) * (1.0 / D) + eps)
+    return ((rounded * inverse).to(values.dtype).to(tl.float32) * scale).to(values.dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["sources", "eps"])
 def read_linear_kernel(
     stream, query, norm_weight, out_weight, weight, out, sources, eps,
-    ROWS: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOURCES: tl.constexpr,
-    R: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr, R: tl.constexpr,
+    TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, ROWS] = (norm of the depth that each token reads) weight^T."""
     row = tl.program_id(0) * R + tl.arange(0, R)
-    matrix = load_tiles(weight, row, ROWS, D, CHUNKS, CHUNK)
-    known = load_query(query, norm_weight, out_weight, D, CHUNKS, CHUNK, SOURCES)
+    matrix = load_tile(weight, row, ROWS, D, BLOCK)
+    vector, scale = load_query(query, norm_weight, out_weight, D, BLOCK)
     wait_for_inputs(EARLY)
     for token in tl.static_range(TOKENS):
-        x = normed_depth(stream + token * D, TOKENS * D, sources, known, eps, D, CHUNKS, CHUNK, SOURCES)
-        value = times(matrix, x, CHUNKS)
+        x = normed_depth(stream + token * D, TOKENS * D, sources, vector, scale, eps, D, BLOCK, SOURCES)
+        value = tl.sum(matrix.to(tl.float32) * x[None, :], 1)
         tl.store(out + token * ROWS + row, value.to(out.dtype.element_ty), mask=row < ROWS)
 
 
@@ -136,7 +78,7 @@ def read_project_kernel(
     stream, query, norm_weight, out_weight, router, down, gate, up, logits, latents, act,
     sources, eps,
     E: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BETA: tl.constexpr, LINEAR: tl.constexpr,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOURCES: tl.constexpr, R: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr, R: tl.constexpr,
     TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `mixture_kernel.project_kernel`, of what each token reads of depth.
@@ -150,22 +92,22 @@ def read_project_kernel(
     row = program * R + lane
     if E > 0:
         if program < FIRST:
-            matrix = load_tiles(router, row, E, D, CHUNKS, CHUNK)
+            matrix = load_tile(router, row, E, D, BLOCK)
         elif program < SECOND:
             row = (program - FIRST) * R + lane
-            matrix = load_tiles(down, row, C, D, CHUNKS, CHUNK)
+            matrix = load_tile(down, row, C, D, BLOCK)
         else:
             row = (program - SECOND) * R + lane
-            matrix = load_tiles(gate if act is not None else down, row, S, D, CHUNKS, CHUNK)
+            matrix = load_tile(gate if act is not None else down, row, S, D, BLOCK)
     else:
-        matrix = load_tiles(gate, row, S, D, CHUNKS, CHUNK)
+        matrix = load_tile(gate, row, S, D, BLOCK)
     if act is not None:
-        carried = load_tiles(up, row, tl.where(program < SECOND, 0, S), D, CHUNKS, CHUNK)
-    known = load_query(query, norm_weight, out_weight, D, CHUNKS, CHUNK, SOURCES)
+        carried = load_tile(up, row, tl.where(program < SECOND, 0, S), D, BLOCK)
+    vector, scale = load_query(query, norm_weight, out_weight, D, BLOCK)
     wait_for_inputs(EARLY)
     for token in tl.static_range(TOKENS):
-        x = normed_depth(stream + token * D, TOKENS * D, sources, known, eps, D, CHUNKS, CHUNK, SOURCES)
-        value = times(matrix, x, CHUNKS)
+        x = normed_depth(stream + token * D, TOKENS * D, sources, vector, scale, eps, D, BLOCK, SOURCES)
+        value = tl.sum(matrix.to(tl.float32) * x[None, :], 1)
         if E > 0:
             tl.store(logits + token * E + row, value, mask=(row < E) & (program < FIRST))
             inside = (row < C) & (program >= FIRST) & (program < SECOND)
@@ -174,17 +116,17 @@ def read_project_kernel(
             if program >= SECOND:
                 KIND: tl.constexpr = act.dtype.element_ty
                 g = value.to(KIND).to(tl.float32)
-                u = times(carried, x, CHUNKS).to(KIND).to(tl.float32)
+                u = tl.sum(carried.to(tl.float32) * x[None, :], 1).to(KIND).to(tl.float32)
                 y = situ_value(g, u, BETA, LINEAR, tl.bfloat16 == KIND)
                 tl.store(act + token * S + row, y.to(KIND), mask=row < S)
 
 
-def read_settings(width: int, sources: int, matrices: int = 1) -> tuple[dict[str, int], int]:
-    """(constants, warps): a warp holds two rows of a weight, or one of each of two."""
-    chunk = min(256, max(64, triton.next_power_of_2(width)))
-    warps = 4 if width <= 1024 else 8
-    known = {"D": width, "CHUNKS": triton.cdiv(width, chunk), "CHUNK": chunk, "R": 2 * warps // matrices}
-    return known | {"SOURCES": max(warps, triton.next_power_of_2(sources))}, warps
+def read_settings(rows: int, width: int, sources: int, matrices: int = 1) -> tuple[dict[str, int], int]:
+    """(constants, warps): 8 columns a thread, and few enough rows that the next kernel finds registers beside."""
+    block = max(128, triton.next_power_of_2(width))
+    R = 4 if matrices > 1 or rows <= 1056 else 8
+    known = {"D": width, "BLOCK": block, "SOURCES": max(2, triton.next_power_of_2(sources)), "R": R}
+    return known, max(4, min(16, block // 256))
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
@@ -203,7 +145,8 @@ def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]
     for rows, width, E, C, S in ((3206, 768, 80, 384, 384), (6412, 1536, 80, 768, 1536), (1344, 768, 0, 0, 2048),
                                  (2624, 1536, 80, 768, 0)):  # fmt: skip
         for kernel, here in ((read_linear_kernel, {}), (read_project_kernel, {"E": E, "C": C, "S": S})):
-            own, warps = read_settings(width, 8, 1 if kernel is read_linear_kernel else 2)
+            many = rows if kernel is read_linear_kernel else E + C + S
+            own, warps = read_settings(many, width, 8, 1 if kernel is read_linear_kernel else 2)
             absent = {} if S else {"gate": None, "up": None, "act": None}
             absent |= {} if E else {"router": None, "down": None, "logits": None, "latents": None}
             given = known | own | {"ROWS": rows} | here | (absent if here else {})
