@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 	"$$p" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& { echo "$$p"; break; }; done)
 
-.PHONY: help setup demo test test-slow check format tree kernels bench clean
+.PHONY: help setup demo test test-slow check format tree bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -56,9 +56,6 @@ format: setup ## rewrite files in the project's format
 
 tree: setup ## write the tree and the tables of results into README.md
 	$(BIN)/python tests/readme_tree.py
-
-kernels: setup ## compile GPU kernels that changed, write down what each needs
-	$(BIN)/python tests/ops/kernel_compile.py --known tests/ops/compiled_kernels.jsonl --update
 
 bench: setup ## measure the CPU ratios
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/cpu.py

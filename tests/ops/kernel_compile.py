@@ -1,10 +1,9 @@
 """Compile the project's GPU kernels without a GPU, and say what each one needs of the machine.
 
-python tests/ops/kernel_compile.py [MODULE ...] [--arch 90] [--sass FOLDER] [--known FILE [--update]]
+python tests/ops/kernel_compile.py [MODULE ...] [--arch 90] [--sass FOLDER]
 
 Modules are named by a part of their name, or by the path of any file that has `compile_cases`: what the launchers
-compile at K = V = 128 in bfloat16. What is known of unchanged kernels is taken from a file of results, if one is named;
-`--known tests/ops/compiled_kernels.jsonl --update` compiles what has changed since and writes it down there.
+compile at K = V = 128 in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
-import inspect
 import io
 import json
 import multiprocessing
@@ -23,7 +21,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,8 +35,6 @@ OPS = ROOT / "openk3" / "ops"
 RULES = (barrier_memory, machine_code, product_pipelines, wgmma_descriptors)
 # Shared memory that one block may have, in bytes, by compute capability.
 SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
-RECORD = Path(__file__).parent / "compiled_kernels.jsonl"  # what every kernel needs, by the hash of all it depends on
-ONE_OF = 32  # known results of so many kernels, one is compiled anew all the same
 MNEMONICS = ("HGMMA", "HMMA", "BAR", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "UTMALDG", "SYNCS")
 
 
@@ -106,65 +101,19 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> Any:
     return source(kernel, signature, constants, attributes)
 
 
-@lru_cache
-def rules() -> str:
-    """The text of what is asked of a kernel."""
-    functions = (measured, usage)
-    modules = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in RULES]
-    return "\n".join([*map(inspect.getsource, functions), *modules, *MNEMONICS])
-
-
-@lru_cache
-def read_record(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Results by their keys; none without a file."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []
-    return {result["key"]: result for result in map(json.loads, lines)}
-
-
-def write_record(file: Path, results: list[dict[str, Any]]) -> None:
-    """A line for each result, so that a change of what a kernel needs is a change of its line."""
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text("".join(json.dumps(result) + "\n" for result in results))
-    os.replace(partial, file)
-
-
-def is_tried(key: str) -> bool:
-    """Whether a result is compiled anew although it is known: if nothing has changed, it is the same one every time."""
-    return int(key, 16) % ONE_OF == 0
-
-
-def compile_case(
-    path: Path, arch: int, number: int, cache: Path | None, sass: Path | None, record: Path | None = None
-) -> dict[str, Any]:
-    """Compile one case, unless the file `record` or the folder `cache` has its result."""
-    import triton
-
-    kernel, arguments, options = load(path).compile_cases(arch)[number]
-    source = source_of(kernel, arguments)
-    everything = [source.hash(), arch, sorted(options.items()), triton.__version__, rules()]
-    key = hashlib.sha256(repr(everything).encode()).hexdigest()[:24]
-    place = {"module": path.stem, "kernel": kernel.__name__, "case": number, "arch": arch, "key": key}
-    known = read_record(record).get(key)
-    if known and not sass and not is_tried(key):
-        return known | place
-    stored = cache and cache / f"{key}.json"
-    if stored and not sass and stored.exists():
-        return json.loads(stored.read_text()) | place
-    result = place | measured(source, arch, options, sass and sass / f"{kernel.__name__}.{number}.sm_{arch}")
-    if stored:
-        partial = stored.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(result))
-        os.replace(partial, stored)
-    return result
-
-
-def measured(source: Any, arch: int, options: dict[str, Any], sass: Path | None) -> dict[str, Any]:
-    """What the compiler and the rules say of a kernel; its code is written to files of this name."""
+def compile_case(path: Path, arch: int, number: int, cache: Path | None, sass: Path | None) -> dict[str, Any]:
+    """Compile one case; the results of unchanged sources are read from the folder `cache`."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
 
-    is_for_hopper = source.fn.is_gluon()
+    kernel, arguments, options = load(path).compile_cases(arch)[number]
+    source = source_of(kernel, arguments)
+    rules = [Path(str(module.__file__)).read_text() for module in (sys.modules[__name__], *RULES)]
+    key = [source.hash(), arch, sorted(options.items()), triton.__version__, *rules]
+    stored = cache and cache / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+    if stored and not sass and stored.exists():
+        return json.loads(stored.read_text())
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(log):
@@ -174,19 +123,28 @@ def measured(source: Any, arch: int, options: dict[str, Any], sass: Path | None)
     followed, wrong = wgmma_descriptors.compare(compiled.asm["ptx"], code) if arch == 90 else (0, [])
     wrong += machine_code.unwritten(code)
     wrong += product_pipelines.overwritten(compiled.asm["ttgir"])
-    wrong += barrier_memory.reused(compiled.asm["ttgir"]) if is_for_hopper else []
+    wrong += barrier_memory.reused(compiled.asm["ttgir"]) if kernel.is_gluon() else []
     found = usage(log.getvalue())
-    if sass:
-        for kind, text in (("ptx", compiled.asm["ptx"]), ("ttgir", compiled.asm["ttgir"]), ("sass", code)):
-            sass.with_name(f"{sass.name}.{kind}").write_text(text)
-    return {
-        "gluon": is_for_hopper,
+    result = {
+        "module": path.stem,
+        "kernel": kernel.__name__,
+        "case": number,
+        "arch": arch,
+        "gluon": kernel.is_gluon(),
         "shared": compiled.metadata.shared,
         "descriptors": followed,
         **found,
         "warnings": found["warnings"] + wrong,
         "sass": dict(Counter(re.findall(rf"\b({'|'.join(MNEMONICS)})\b", code))),
     }
+    if sass:
+        for kind, text in (("ptx", compiled.asm["ptx"]), ("ttgir", compiled.asm["ttgir"]), ("sass", code)):
+            (sass / f"{kernel.__name__}.{number}.sm_{arch}.{kind}").write_text(text)
+    if stored:
+        partial = stored.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(result))
+        os.replace(partial, stored)
+    return result
 
 
 def usage(log: str) -> dict[str, Any]:
@@ -235,16 +193,11 @@ def main() -> None:
     parser.add_argument("--sass", type=Path, help="write PTX, TTGIR and SASS here")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--cache", type=Path, help="read and write results of unchanged kernels here")
-    parser.add_argument("--known", type=Path, help="read results of unchanged kernels here, but compile one in 32 anew")
-    parser.add_argument("--update", action="store_true", help="with --known: write the results of all kernels there")
     arguments = parser.parse_args()
-    if arguments.update and (not arguments.known or arguments.modules or arguments.arch):
-        parser.error("--update: needs --known, and all kernels for all kinds of GPU")
     paths = chosen(parser, arguments.modules)
     if arguments.sass:
         arguments.sass.mkdir(parents=True, exist_ok=True)
-    archs, places = arguments.arch or list(SHARED_LIMITS), (arguments.cache, arguments.sass, arguments.known)
-    tasks = [(*case, *places) for case in cases(paths, archs)]
+    tasks = [(*case, arguments.cache, arguments.sass) for case in cases(paths, arguments.arch or list(SHARED_LIMITS))]
     if not tasks:
         parser.error(f"{', '.join(p.stem for p in paths)}: nothing is compiled for these kinds of GPU; Gluon's need 90")
     results = []
@@ -254,8 +207,6 @@ def main() -> None:
             results.append(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(results))
-    if arguments.update:
-        write_record(arguments.known, results)
 
 
 if __name__ == "__main__":

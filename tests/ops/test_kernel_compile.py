@@ -11,21 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_compile import (
-    ONE_OF,
-    OPS,
-    RECORD,
-    ROOT,
-    SHARED_LIMITS,
-    is_gluon,
-    is_tried,
-    kernel_files,
-    read_record,
-    write_record,
-)
+from kernel_compile import OPS, ROOT, SHARED_LIMITS, is_gluon, kernel_files
 
 SCRIPT = Path(__file__).parent / "kernel_compile.py"
-pytestmark = pytest.mark.timeout(1200)  # many changed kernels on a loaded machine
+pytestmark = pytest.mark.timeout(1200)  # a cold cache on a loaded machine; some 200 s on an idle one
 # Two cases: the first needs some hundred values for each of its 32 threads, the second few.
 TWO_CASES = '''
 """A kernel that spills with one warp and does not with four."""
@@ -88,7 +77,7 @@ def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """All kernels for all kinds of GPU."""
-    return compiled(request.config.cache.mkdir("kernel_compile"), "--known", str(RECORD))
+    return compiled(request.config.cache.mkdir("kernel_compile"))
 
 
 def named(results: list[dict[str, Any]], *keys: str) -> list[tuple[Any, ...]]:
@@ -121,21 +110,6 @@ def test_no_kernel_is_forgotten(results: list[dict[str, Any]]) -> None:
         for arch in ([90] if is_gluon(path) else SHARED_LIMITS)
     }
     assert wanted == {(r["module"], r["kernel"], r["arch"]) for r in results}
-
-
-def test_the_record_is_true(results: list[dict[str, Any]]) -> None:
-    """What is compiled anew is what was written down, and there is some of it."""
-    known = read_record(RECORD)
-    tried = [r for r in results if r["key"] in known and is_tried(r["key"])]
-    assert tried and [r for r in tried if r != known[r["key"]] | {"case": r["case"]}] == []
-
-
-@pytest.mark.slow
-def test_the_whole_record_is_true(tmp_path: Path) -> None:
-    """All kernels compiled anew; those written down are as they were."""
-    known = read_record(RECORD)
-    found = [r for r in compiled(tmp_path) if r["key"] in known]
-    assert found and [r for r in found if r != known[r["key"]] | {"case": r["case"]}] == []
 
 
 def test_no_kernel_spills(results: list[dict[str, Any]]) -> None:
@@ -172,23 +146,10 @@ def test_spills_are_seen_and_results_remembered(tmp_path: Path) -> None:
     assert [(r["arch"], r["case"], r["spills"] > 0) for r in first] == [(80, 0, True), (90, 0, True), (90, 1, False)]
     assert first[2]["sass"]["HGMMA"] > 0
     for path in tmp_path.glob("*.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"stack": 77}))
+        path.write_text(path.read_text().replace('"arch": 80', '"arch": 81'))
     second = compiled(tmp_path, str(source), "--arch", "80", "--arch", "90")
-    assert second == [r | {"stack": 77} for r in first]
-
-
-def test_known_results_are_taken_but_some(tmp_path: Path) -> None:
-    """One of some is compiled anew although it is known, by its key; and so is a kernel that has changed."""
-    assert [is_tried(f"{number:024x}") for number in range(ONE_OF + 1)] == [True, *[False] * (ONE_OF - 1), True]
-    source, record = tmp_path / "square_kernel.py", tmp_path / "record.jsonl"
-    words = (str(source), "--arch", "80", "--known", str(record))
-    source.write_text(TWO_CASES.replace("(128, 1), (64, 4)", "(64, 4),"))  # the smaller case alone
-    first = compiled(tmp_path, *words)
-    write_record(record, [r | {"stack": 77} for r in first])
-    (tmp_path / "new").mkdir()
-    assert compiled(tmp_path / "new", *words) == [r if is_tried(r["key"]) else r | {"stack": 77} for r in first]
-    source.write_text(source.read_text().replace("tl.exp(", "tl.sin("))
-    assert [r["key"] == first[0]["key"] for r in compiled(tmp_path / "new", *words)] == [False]
+    assert [r["arch"] for r in second] == [81, 90, 90]
+    assert named(second, "spills")[1:] == named(first, "spills")[1:]
 
 
 def test_memory_of_barriers_is_theirs(tmp_path: Path) -> None:
