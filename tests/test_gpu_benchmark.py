@@ -223,6 +223,7 @@ def test_plain_residuals_are_a_running_sum(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         attended_TD = model.backbone(model.embed(ids_T), bounds)
         with residuals.plain_residuals():
+            assert k3.few_hidden() is None  # kernels for few tokens read depth by themselves
             plain_TD = model.backbone(model.embed(ids_T), bounds)
         monkeypatch.setattr(k3, "open_stream", lambda x_TD, *given: ResidualStream(x_TD))
         wanted_TD = model.backbone(model.embed(ids_T), bounds)
