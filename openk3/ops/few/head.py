@@ -28,7 +28,7 @@ def head(h_ND: Tensor, norm: tuple[Tensor, float], weight_VD: Tensor, logits_NV:
 
     (N, D), V = h_ND.shape, len(weight_VD)
     known, warps = head_settings(V, D, N)
-    programs = blocks_of(V, known["R"] * known["TIMES"])
+    programs = blocks_of(V, known["R"])
     best = torch.empty(N, programs, dtype=torch.float32, device=h_ND.device)
     which = torch.empty(N, programs, dtype=torch.int32, device=h_ND.device)
     given = h_ND, norm[0], weight_VD, logits_NV, best, which, N, norm[1]

@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from openk3.ops.few.product_kernel import dots, load_norm, load_rows, shape_for, store_rows, tokens_for, wait_for_inputs
+from openk3.ops.few.product_kernel import dots, load_rows, shape_for, store_rows, tokens_for, wait_for_inputs
 
 NONE = tl.constexpr(2**31 - 1)  # behind every token
 
@@ -28,34 +28,21 @@ def begin_kernel(slots, lengths, target, position, page, length, tokens, nobody,
 def head_kernel(
     x, norm, weight, logits, best, which, tokens, eps,
     STRIDE: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    R: tl.constexpr, TIMES: tl.constexpr, TOKENS: tl.constexpr, PASSES: tl.constexpr, EARLY: tl.constexpr,
+    R: tl.constexpr, TOKENS: tl.constexpr, PASSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """logits = RMSNorm(x) weight^T; of each program's rows the largest one and the first row that has it.
-
-    A program has TIMES R rows, all of which are asked for before any is used.
-    """
+    """logits = RMSNorm(x) weight^T; of each program's rows the largest one and the first row that has it."""
     program = tl.program_id(0)
-    pieces = ()
-    for i in tl.static_range(TIMES):
-        row = (program * TIMES + i) * R + tl.arange(0, R)
-        pieces = pieces + (load_rows(weight, row, ROWS, K, CHUNKS, CHUNK),)
-    scale = load_norm(norm, K, CHUNKS, CHUNK, R)
+    row = program * R + tl.arange(0, R)
+    pieces = load_rows(weight, row, ROWS, K, CHUNKS, CHUNK)
     wait_for_inputs(EARLY)
     for n in range(PASSES):
         token = n * TOKENS + tl.arange(0, TOKENS)
-        top = tl.full([TOKENS], float("-inf"), tl.float32)
-        first = tl.full([TOKENS], NONE, tl.int32)
-        for i in tl.static_range(TIMES):
-            row = (program * TIMES + i) * R + tl.arange(0, R)
-            value = dots(pieces[i], x, STRIDE, token, tokens, scale, eps, K, CHUNKS, CHUNK, R)
-            store_rows(logits, value, token, tokens, row, ROWS)
-            rounded = value.to(logits.dtype.element_ty).to(tl.float32)
-            there = (row < ROWS)[:, None]
-            rounded = tl.where(there, rounded, float("-inf"))
-            here = tl.max(rounded, 0)
-            found = tl.min(tl.where((rounded == here[None, :]) & there, row[:, None], NONE), 0)
-            first = tl.where(here > top, found, first)
-            top = tl.maximum(here, top)
+        value = dots(pieces, x, STRIDE, token, tokens, norm, eps, K, CHUNKS, CHUNK, R)
+        store_rows(logits, value, token, tokens, row, ROWS)
+        rounded = value.to(logits.dtype.element_ty).to(tl.float32)
+        rounded = tl.where((row < ROWS)[:, None], rounded, float("-inf"))
+        top = tl.max(rounded, 0)
+        first = tl.min(tl.where((rounded == top[None, :]) & (row < ROWS)[:, None], row[:, None], NONE), 0)
         at = token * tl.num_programs(0) + program
         tl.store(best + at, top, mask=token < tokens)
         tl.store(which + at, first, mask=token < tokens)
@@ -81,10 +68,7 @@ def likeliest_kernel(best, which, ids, programs, BLOCK: tl.constexpr, EARLY: tl.
 def head_settings(rows: int, depth: int, tokens: int) -> tuple[dict[str, int], int]:
     """(constants, warps) of `head_kernel`."""
     how = shape_for(rows, depth)
-    times = 1
-    while tokens <= 2 and 2 * times * how.rows // how.warps * how.constants["CHUNKS"] <= 24:
-        times *= 2
-    return {"ROWS": rows, "K": depth, "TIMES": times} | how.constants | tokens_for(tokens, how), how.warps
+    return {"ROWS": rows, "K": depth} | how.constants | tokens_for(tokens, how), how.warps
 
 
 def compile_cases(arch: int) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:

@@ -14,8 +14,6 @@ import triton.language as tl
 from openk3.ops.few.product_kernel import (
     CHUNK,
     dots,
-    load_before,
-    load_norm,
     load_rows,
     shape_for,
     store_rows,
@@ -190,16 +188,14 @@ def finish_kernel(
     routed = load_rows(up, row, ROWS, C, C_CHUNKS, CHUNK)
     if act is not None:
         shared = load_rows(down, row, ROWS, S, S_CHUNKS, CHUNK)
-    scale = load_norm(norm, C, C_CHUNKS, CHUNK, R)
     wait_for_inputs(EARLY)
     for n in range(PASSES):
         token = n * TOKENS + tl.arange(0, TOKENS)
-        held = load_before(before, token, tokens, row, ROWS) if before is not None else None
-        value = dots(routed, sums, C, token, tokens, scale, eps, C, C_CHUNKS, CHUNK, R)
+        value = dots(routed, sums, C, token, tokens, norm, eps, C, C_CHUNKS, CHUNK, R)
         if act is not None:
             other = dots(shared, act, S, token, tokens, None, 0.0, S, S_CHUNKS, CHUNK, R)
             value += other.to(out.dtype.element_ty).to(tl.float32)
-        store_rows(out, value, token, tokens, row, ROWS, held)
+        store_rows(out, value, token, tokens, row, ROWS, before)
 
 
 def project_settings(depth: int, tokens: int) -> tuple[dict[str, int], int]:

@@ -56,12 +56,13 @@ def load_vector(vector, c, K: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr
 
 
 @triton.jit
-def load_norm(norm, K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
-    """A norm's weight as `dots` takes it, read before the wait."""
-    pieces = ()
+def roots(x, stride, token, tokens, eps, K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr):
+    """Reciprocal roots of the mean squares of tokens [R, TOKENS, 1], alike in every row."""
+    total = tl.zeros([R, token.shape[0], CHUNK], tl.float32)
     for c in tl.static_range(CHUNKS):
-        pieces = pieces + (load_vector(norm, c, K, CHUNK, R),)
-    return pieces
+        value = load_tokens(x, stride, token, tokens, c, K, CHUNK, R).to(tl.float32)
+        total += value * value
+    return tl.rsqrt(tl.sum(total, 2) * (1.0 / K) + eps)[:, :, None]
 
 
 @triton.jit
@@ -69,44 +70,31 @@ def dots(
     pieces, x, stride, token, tokens, norm, eps,
     K: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Products [R, TOKENS] of loaded rows and tokens, or of their RMSNorm if there is a loaded norm weight.
+    """Products [R, TOKENS] of loaded rows and tokens, or of their RMSNorm if there is a norm weight.
 
     Tokens of another format are rounded to that of the rows.
     """
-    values = ()
-    for c in tl.static_range(CHUNKS):
-        values = values + (load_tokens(x, stride, token, tokens, c, K, CHUNK, R).to(pieces[c].dtype),)
     total = tl.zeros([R, token.shape[0], CHUNK], tl.float32)
     if norm is not None:
-        for c in tl.static_range(CHUNKS):
-            wide = values[c].to(tl.float32)
-            total += wide * wide
-        inverse = tl.rsqrt(tl.sum(total, 2) * (1.0 / K) + eps)[:, :, None]
-        total = tl.zeros([R, token.shape[0], CHUNK], tl.float32)
+        inverse = roots(x, stride, token, tokens, eps, K, CHUNKS, CHUNK, R)
     for c in tl.static_range(CHUNKS):
-        value = values[c]
+        value = load_tokens(x, stride, token, tokens, c, K, CHUNK, R).to(pieces[c].dtype)
         if norm is not None:  # rounded before the weight, and behind it
             unit = (value.to(tl.float32) * inverse).to(value.dtype).to(tl.float32)
-            value = (unit * norm[c]).to(value.dtype)
+            value = (unit * load_vector(norm, c, K, CHUNK, R)).to(value.dtype)
         total += pieces[c].to(tl.float32) * value.to(tl.float32)
     return tl.sum(total, 2)
 
 
 @triton.jit
-def load_before(before, token, tokens, row, rows):
-    """What rows of tokens hold [R, TOKENS] in float32, to be asked for before the products that are added to it."""
-    live = (token < tokens)[None, :] & (row < rows)[:, None]
-    return tl.load(before + token.to(tl.int64)[None, :] * rows + row[:, None], mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def store_rows(out, value, token, tokens, row, rows, before=None):
-    """Values [R, TOKENS] of rows of tokens, rounded, and added to those `before` if there are such."""
+    """Values [R, TOKENS] of rows of tokens, rounded, and added to those `before`, which may be `out`, if given."""
     at = token.to(tl.int64)[None, :] * rows + row[:, None]
+    live = (token < tokens)[None, :] & (row < rows)[:, None]
     value = value.to(out.dtype.element_ty)
     if before is not None:
-        value = (value.to(tl.float32) + before).to(value.dtype)
-    tl.store(out + at, value, mask=(token < tokens)[None, :] & (row < rows)[:, None])
+        value = (value.to(tl.float32) + tl.load(before + at, mask=live, other=0.0).to(tl.float32)).to(value.dtype)
+    tl.store(out + at, value, mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens", "eps"])
@@ -121,13 +109,11 @@ def linear_kernel(
     """
     row = tl.program_id(0) * R + tl.arange(0, R)
     pieces = load_rows(weight, row, ROWS, K, CHUNKS, CHUNK)
-    scale = load_norm(norm, K, CHUNKS, CHUNK, R) if norm is not None else None
     wait_for_inputs(EARLY)
     for n in range(PASSES):
         token = n * TOKENS + tl.arange(0, TOKENS)
-        held = load_before(before, token, tokens, row, ROWS) if before is not None else None
-        value = dots(pieces, x, STRIDE, token, tokens, scale, eps, K, CHUNKS, CHUNK, R)
-        store_rows(out, value, token, tokens, row, ROWS, held)
+        value = dots(pieces, x, STRIDE, token, tokens, norm, eps, K, CHUNKS, CHUNK, R)
+        store_rows(out, value, token, tokens, row, ROWS, before)
 
 
 CHUNK = 256  # values of a row that a warp takes at a time: 8 of 16 bits a lane

@@ -112,16 +112,15 @@ def gated_kernel(
         scale = tl.load(norm + value).to(tl.float32)
         wait_for_inputs(EARLY)
         for token in range(tokens):
-            to = token * ROWS + row
-            if before is not None:
-                held = tl.load(before + to, mask=row < ROWS, other=0.0).to(tl.float32)
             x = tl.load(o + token * (H * V) + inside, mask=here, other=0.0)
             z = tl.load(gate + token * STRIDE + inside, mask=here, other=0.0).to(tl.float32)
             unit = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]
             y = (unit * scale[None, :] * tl.sigmoid(z)).to(KIND).to(tl.float32)
             total = tl.sum(tl.sum(matrix.to(tl.float32) * y[None, :, :], 2), 1)
+            to = token * ROWS + row
             if before is not None:
-                total = total.to(KIND).to(tl.float32) + held
+                total = total.to(KIND).to(tl.float32)
+                total += tl.load(before + to, mask=row < ROWS, other=0.0).to(tl.float32)
             tl.store(out + to, total.to(KIND), mask=row < ROWS)
     else:
         cell = program - BLOCKS
