@@ -7,6 +7,8 @@ import io
 import json
 import os
 import random
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -401,3 +403,132 @@ def test_damage_anywhere_is_a_fault_or_a_record(tmp_path: Path, name: str) -> No
         found = read(path)
         assert found
         faults(found)
+
+
+def test_a_tar_file_ends_with_its_mark_alone(tmp_path: Path) -> None:
+    """A header that is broken or cut off, and an archive behind the first one, are faults and no silent end."""
+    data = tar(tmp_path / "a.tar", [("a.txt", b"first"), ("b.txt", b"second")]).read_bytes()
+    second = next(at for at in range(512, len(data), 512) if data[at : at + 5] == b"b.txt")
+    broken = bytearray(data)
+    broken[second + 10] = 99
+    for name, bad, reason in (
+        ("header.tar", bytes(broken), "damaged"),
+        ("between.tar", data[:second], "truncated"),
+        ("within.tar", data[: second + 100], "truncated"),
+    ):
+        found = read(packed(tmp_path, name, bad))
+        assert [item.payload for item in items(found)] == [b"first"], name
+        assert faults(found) == [(name, reason, True)]
+    found = read(packed(tmp_path, "two.tar", data + data))
+    assert len(items(found)) == 2
+    assert faults(found) == [("two.tar", "damaged", True)]
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_headers_of_tar_files_are_bounded(tmp_path: Path, kind: bytes) -> None:
+    """A header that declares 4 GiB of attributes is damage before any of them is read."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, 4 << 30
+    path = tmp_path / "a.tar"
+    path.write_bytes(info.tobuf())
+    os.truncate(path, 5 << 30)  # a hole
+    assert faults(read(path)) == [("a.tar", "damaged", True)]
+    path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_long_names_of_members_are_cut(tmp_path: Path, kind: str) -> None:
+    """Each record names its member: a name of 60,000 characters would be held as often."""
+    name, data = "x" * 60_000 + ".jsonl", b'{"text": "a"}\n' * 3
+    path = tmp_path / f"a.{kind}"
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, data)
+    else:
+        tar(path, [(name, data)])
+    found = items(read(path))
+    assert len(found) == 3
+    assert all(len(item.where) < 500 + len(str(path)) for item in found)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_broken_members_of_every_method_are_counted(tmp_path: Path, method: int) -> None:
+    """Each byte of a member's data flipped: a record or a fault, and the next member is read."""
+    path, bad = tmp_path / "a.zip", tmp_path / "bad.zip"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a.txt", random.Random(0).randbytes(40).hex())
+        archive.writestr("b.txt", "second")
+    data = path.read_bytes()
+    for place in range(35, 75):
+        bad.write_bytes(data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :])
+        found = read(bad)
+        assert len(found) == 2, place
+        assert items(found)[-1].payload == b"second"
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_members_that_lie_about_their_size_take_no_memory(tmp_path: Path, method: int) -> None:
+    """A member that says 10 bytes and unpacks to 256 MiB is unpacked in small steps."""
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", method) as archive, archive.open("a.txt", "w") as file:
+        for _ in range(256):
+            file.write(bytes(1 << 20))
+    data = bytearray(path.read_bytes())
+    central = data.rindex(b"PK\x01\x02")
+    data[central + 24 : central + 28] = (10).to_bytes(4, "little")
+    path.write_bytes(data)
+    script = (
+        "import resource, sys\nfrom openk3.config.prepare import PrepareConfig\n"
+        "from openk3.data.prepare.inputs import list_inputs\nfrom openk3.data.prepare.readers import Reader\n"
+        "config = PrepareConfig(inputs=(sys.argv[1],), out='')\nentries, _ = list_inputs(config.inputs)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "[found] = Reader(entries, config).read()\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)\n"
+    )
+    grown = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True).stdout
+    assert int(grown) < 150
+
+
+def test_parquet_columns_of_one_name_and_values_that_repeat(tmp_path: Path) -> None:
+    """Two columns of the name are none; a long value that a dictionary repeats without end is a bomb."""
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "two.parquet")
+    assert faults(read(tmp_path / "two.parquet")) == [("two.parquet", "no_text_column", True)]
+    indices = pa.array([0] * 20_000, pa.int32())
+    column = pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 10_000]))
+    pq.write_table(pa.table({"text": column}), tmp_path / "bomb.parquet")
+    found = read(tmp_path / "bomb.parquet")
+    assert faults(found) == [("bomb.parquet", "bomb", True)]
+    assert len(items(found)) == streams.BOMB_FLOOR // 10_000
+
+
+def test_names_that_lead_to_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty name is not the current folder, and a user who does not exist has none."""
+    monkeypatch.chdir(tmp_path)
+    packed(tmp_path, "a.jsonl", JSONL)
+    for given in ("", "code="):
+        with pytest.raises(DataError, match="names no path"):
+            list_inputs([given])
+    with pytest.raises(DataError, match="no such file"):
+        list_inputs(["~nobody-of-that-name/x"])
+
+
+def test_folders_deeper_than_python_can_call(tmp_path: Path) -> None:
+    """A file under more folders than calls may be nested is found."""
+    (tmp_path / "in").mkdir()
+    handle = os.open(tmp_path / "in", os.O_RDONLY)
+    for _ in range(400):
+        os.mkdir("a", dir_fd=handle)
+        below = os.open("a", os.O_RDONLY, dir_fd=handle)
+        os.close(handle)
+        handle = below
+    os.close(os.open("x.txt", os.O_CREAT | os.O_WRONLY, dir_fd=handle))
+    os.close(handle)
+    usual, frame, depth = sys.getrecursionlimit(), sys._getframe(), 0
+    while (frame := frame.f_back) is not None:
+        depth += 1
+    sys.setrecursionlimit(depth + 200)
+    try:
+        _, found = list_inputs([str(tmp_path / "in")])
+    finally:
+        sys.setrecursionlimit(usual)
+    assert [(os.path.basename(fault.where), fault.reason) for fault in found] == [("x.txt", "empty_file")]

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import tarfile
 import zipfile
@@ -456,3 +457,71 @@ def test_quality_drops_and_scores_are_kept(tmp_path: Path) -> None:
     (path,) = (tmp_path / "out").glob("*/*.shard")
     assert TextShard(path).quality[0] > 0.1 and sum(report["quality"]["tenths"]) == 1
     assert np.isfinite(TextShard(path).quality).all()
+
+
+def test_restart_leaves_a_folder_alone_that_another_process_works_in(inputs: Path, tmp_path: Path) -> None:
+    """What the other process has done is still there."""
+    out = tmp_path / "out"
+    with journal.work_in(out) as work:
+        work.open({"settings": {}})
+        work.add({"kind": "other"})
+        with pytest.raises(DataError, match="another process is preparing data there"):
+            prepare.prepare(config(inputs, out), restart=True)
+        assert (out / ".work" / "journal.jsonl").read_text().count("\n") == 1
+    prepare.prepare(config(inputs, out), restart=True)
+    assert not (out / ".work").exists()
+
+
+def test_input_inside_the_result_is_refused(inputs: Path, tmp_path: Path) -> None:
+    """A restart would remove what it is to read, by whatever name."""
+    out = tmp_path / "out"
+    prepare.prepare(config(inputs, out))
+    before = contents(out)
+    (tmp_path / "link").symlink_to(out)
+    for given in (out, out / "web", tmp_path / "link" / "code"):
+        with pytest.raises(DataError, match="lies in the folder that --out names"):
+            prepare.prepare(config(given, out), restart=True)
+    assert contents(out) == before
+
+
+def test_another_tokenizer_of_the_same_name_is_another_task(inputs: Path, tmp_path: Path) -> None:
+    """Else a run that goes on would hold token ids of two vocabularies."""
+    texts = [prose(number) for number in range(30)]
+    Tokenizer.train(texts, 560).save(tmp_path / "tokenizer")
+    settings = config(inputs, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"))
+    plan = journal.make_plan(settings, [], "") | {"vocabulary": "of another"}
+    with journal.work_in(tmp_path / "out") as work:
+        work.open(plan)
+        with pytest.raises(DataError, match="another state of the --tokenizer"):
+            work.open(plan | {"vocabulary": "new"})
+    prepare.prepare(settings, restart=True)
+    Tokenizer.train(texts, 600).save(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match="prepared otherwise"):
+        prepare.prepare(settings)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "journal.jsonl", "duplicates.safetensors", "shards", "chunks"])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_work_folder_that_is_damaged(inputs: Path, tmp_path: Path, name: str, is_gone: bool) -> None:
+    """Each part of it is made again, or named in one line; never half believed."""
+    prepare.prepare(config(inputs, tmp_path / "whole"))
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "_deliver", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(config(inputs, out))
+    place = out / ".work" / name
+    place = next(iter(sorted(place.iterdir()))) if name == "chunks" else place
+    if name == "shards":
+        shutil.rmtree(place / "web")
+    elif is_gone:
+        place.unlink()
+    else:
+        place.write_bytes(b"\0" + place.read_bytes()[1:])
+    try:
+        prepare.prepare(config(inputs, out))
+    except DataError as error:
+        assert "begin again with --restart" in str(error)
+        assert name in ("plan.json", "journal.jsonl", "chunks")
+        prepare.prepare(config(inputs, out), restart=True)
+    assert contents(out) == contents(tmp_path / "whole")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import lzma
 import os
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -15,7 +17,19 @@ from openk3.data.prepare.streams import BOMB_FLOOR, Damaged, Stream, bounded_lin
 
 Reading = Iterator[tuple[Item | Fault, Place]]
 MEMBER_BLOCK = 1 << 16  # where a tar file ends too early, the last block before that is lost
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
+LONGEST_NAME = 300  # characters of a member's name that are shown
+LONGEST_HEADER = 1 << 20  # bytes of a tar member's names and attributes, which are held in memory
+SLOW_BLOCK = 32  # of bzip2 and LZMA, which zipfile unpacks without a bound on what comes out
+_BROKEN = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    RuntimeError,
+)
 
 
 def read_zip(entry: Entry, start: Place, limit: int, max_ratio: int, on_share: Callable[[float], object]) -> Reading:
@@ -45,7 +59,11 @@ def read_zip(entry: Entry, start: Place, limit: int, max_ratio: int, on_share: C
                 continue
             try:
                 with archive.open(member) as file:
-                    yield from _member(file, (entry, member.filename), place, limit)
+                    slow = member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+                    if slow:
+                        vars(file)["MIN_READ_SIZE"] = SLOW_BLOCK  # bytes that it takes in at once
+                    past = _Past(file, place.offset, SLOW_BLOCK if slow else MEMBER_BLOCK)
+                    yield from _member(past, (entry, member.filename), place, limit)
             except Damaged as error:
                 yield error.fault(where), Place(start.file, number + 1)
             except _BROKEN as error:
@@ -56,7 +74,7 @@ def read_tar(entry: Entry, stream: Stream, start: Place, limit: int) -> Reading:
     """Members as they come; those before `start` are passed over. Raises Damaged where the archive is broken."""
     number = -1
     try:
-        with tarfile.open(fileobj=stream, mode="r|", errorlevel=0, bufsize=1 << 18) as archive:
+        with tarfile.open(fileobj=stream, mode="r|", errorlevel=0, bufsize=1 << 18, tarinfo=_Header) as archive:
             for number, member in enumerate(archive):
                 vars(archive)["members"] = []  # the module keeps every header otherwise
                 if number < start.member or member.isdir():
@@ -69,7 +87,8 @@ def read_tar(entry: Entry, stream: Stream, start: Place, limit: int) -> Reading:
                     continue
                 file = archive.extractfile(member)
                 assert file is not None
-                yield from _member(file, (entry, member.name), place, limit)
+                yield from _member(_Past(file, place.offset, MEMBER_BLOCK), (entry, member.name), place, limit)
+            _require_end(archive.fileobj)
     except tarfile.ReadError as error:
         reason = "truncated" if "unexpected end" in str(error) else "damaged"
         raise Damaged(reason, str(error)) from None
@@ -80,8 +99,43 @@ def read_tar(entry: Entry, stream: Stream, start: Place, limit: int) -> Reading:
 
 
 def clean(name: str) -> str:
-    """A member's name as text, whatever bytes are in it, in one line."""
+    """A member's name as text, whatever bytes are in it, in one line, and cut if it is long: each record names it."""
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME]}..."
     return " ".join(text_of(name).split("\n"))
+
+
+class _Header(tarfile.TarInfo):
+    """A tar member's header; one that the module would take for the archive's end, or hold however large, is damage."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _Header:  # pyrefly: ignore[bad-override]
+        """The next header. Raises ReadError where there is neither one nor the mark of the end."""
+        try:
+            return super().fromtarfile(archive)  # pyrefly: ignore[bad-return]
+        except tarfile.EOFHeaderError:  # pyrefly: ignore[missing-attribute]
+            raise
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):  # pyrefly: ignore[missing-attribute]
+            raise tarfile.ReadError("unexpected end of data") from None
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _ABOUT_OTHERS and self.size > LONGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(archive)  # pyrefly: ignore[missing-attribute]
+
+
+_ABOUT_OTHERS = frozenset(
+    (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+)
+
+
+def _require_end(file: Any) -> None:
+    """Nothing but zeros may come behind the mark of a tar file's end. Raises ReadError."""
+    while data := file.read(1 << 18):
+        if data.strip(b"\0"):
+            raise tarfile.ReadError("more data behind its end, perhaps another archive")
 
 
 def _is_link(member: zipfile.ZipInfo) -> bool:
@@ -107,7 +161,7 @@ def _refused(where: str, name: str, is_special: bool, is_locked: bool) -> Fault 
     return None
 
 
-def _member(file: IO[bytes], about: tuple[Entry, str], start: Place, limit: int) -> Reading:
+def _member(file: _Past, about: tuple[Entry, str], start: Place, limit: int) -> Reading:
     """The records of one member."""
     entry, name = about
     kind, label = kind_of(os.path.basename(name)), f"{entry.label}!{clean(name)}"
@@ -122,7 +176,7 @@ def _member(file: IO[bytes], about: tuple[Entry, str], start: Place, limit: int)
         else:
             yield Item(label, data, False, kind.suffix, entry.domain), after
         return
-    for line, offset, number in bounded_lines(_Past(file, start.offset), limit, start.line):
+    for line, offset, number in bounded_lines(file, limit, start.line):
         place = Place(start.file, start.member, start.offset + offset, abs(number))
         found = True
         if number < 0:
@@ -136,24 +190,35 @@ def _member(file: IO[bytes], about: tuple[Entry, str], start: Place, limit: int)
 
 
 class _Past:
-    """A member's bytes after the first `skip`; what breaks in it is Damaged."""
+    """A member's bytes after the first `skip`, in blocks of at most `most`; what breaks in it is Damaged."""
 
-    def __init__(self, file: Any, skip: int) -> None:
-        self._file, self._skip = file, skip
+    def __init__(self, file: IO[bytes], skip: int, most: int) -> None:
+        self._file, self._skip, self._most = file, skip, most
+        self._error: Damaged | None = None
 
     def read(self, size: int) -> bytes:
+        """Up to `size` bytes, and what came before the place where the member breaks."""
+        if self._error is not None:
+            raise self._error
+        pieces: list[bytes] = []
+        room = min(size, MEMBER_BLOCK)
         try:
-            while self._skip and (data := self._file.read(min(self._skip, size))):
+            while self._skip and (data := self._file.read(min(self._skip, self._most))):
                 self._skip -= len(data)
-            return self._file.read(min(size, MEMBER_BLOCK))
+            while room and (data := self._file.read(min(room, self._most))):
+                pieces.append(data)
+                room -= len(data)
         except (tarfile.ReadError, EOFError) as error:
-            raise Damaged("truncated", str(error)) from None
+            self._error = Damaged("truncated", str(error))
         except _BROKEN as error:
-            raise Damaged("damaged", str(error)) from None
+            self._error = Damaged("damaged", str(error))
+        if self._error is not None and not pieces:
+            raise self._error
+        return b"".join(pieces)
 
 
-def _read_most(file: IO[bytes], limit: int) -> bytes:
-    past, data = _Past(file, 0), b""
-    while len(data) < limit and (block := past.read(min(limit - len(data), 1 << 20))):
+def _read_most(file: _Past, limit: int) -> bytes:
+    data = bytearray()
+    while len(data) < limit and (block := file.read(limit - len(data))):
         data += block
-    return data
+    return bytes(data)

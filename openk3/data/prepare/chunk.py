@@ -136,8 +136,9 @@ class Sieve:
                 record = parse_json(text.removeprefix("\ufeff"))
                 record = record if isinstance(record, Mapping) else {}
                 text = record.get(self.config.text_field)
-                domain = domain or str(record.get("domain", ""))
-                suffix = os.path.splitext(str(record.get("path", "")))[1].lower()
+                domain = domain or record.get("domain", "")
+                path = record.get("path")
+                suffix = os.path.splitext(path)[1].lower() if isinstance(path, str) else ""
         except UnicodeDecodeError:
             outcome.drop("not_utf8", item.where, shown)
             return None, suffix, domain

@@ -78,7 +78,7 @@ def list_inputs(inputs: Sequence[str], out: str = "") -> tuple[list[Entry], list
         if not path.exists():
             raise DataError(f"{path}: no such file or folder")
         before = len(entries) + len(faults)
-        for found in _walk(path, os.path.realpath(out) if out else "") if path.is_dir() else iter([str(path)]):
+        for found in _walk(path, _identity(out)) if path.is_dir() else iter([str(path)]):
             entry = found if isinstance(found, Fault) else _entry(found, domain, seen)
             if isinstance(entry, Fault):
                 faults.append(entry)
@@ -98,9 +98,18 @@ def text_of(path: str) -> str:
 
 def _labelled(given: str) -> tuple[str, Path]:
     domain, equals, rest = given.partition("=")
-    if equals and domain in DOMAINS:
-        return domain, Path(rest).expanduser()
-    return "", Path(given).expanduser()
+    is_labelled = bool(equals) and domain in DOMAINS
+    path = rest if is_labelled else given
+    if not path:  # else an unset variable of the shell would read all of the current folder
+        raise DataError(f"IN: {given!r} names no path; write . for the current folder")
+    return domain if is_labelled else "", Path(os.path.expanduser(path))
+
+
+def require_outside(inputs: Sequence[str], out: Path) -> None:
+    """Raise DataError naming an input that is the folder `out` or lies in it, links followed."""
+    for path in (_labelled(given)[1] for given in inputs):
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(out)):
+            raise DataError(f"{path}: lies in the folder that --out names, which is written over; name another --out")
 
 
 def _refuse(fault: Fault) -> None:
@@ -114,26 +123,48 @@ def _refuse(fault: Fault) -> None:
         raise DataError(f"{fault.where}: {fault.detail or fault.reason.replace('_', ' ')}")
 
 
-def _walk(root: Path, out: str) -> Iterator[str | Fault]:
-    """Paths of all files below a folder, in order; folders that are not entered as faults."""
+def _identity(folder: str) -> tuple[int, int] | None:
+    """What names a folder however its path is written, or None if it is not there."""
     try:
-        with os.scandir(root) as listing:
-            found = sorted(listing, key=lambda entry: os.fsencode(entry.name))
-    except OSError as error:
-        yield Fault(text_of(str(root)), "unreadable", True, error.strerror or str(error))
-        return
-    for entry in found:
-        if entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS:
+        status = os.stat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _walk(root: Path, out: tuple[int, int] | None) -> Iterator[str | Fault]:
+    """Paths of all files below a folder, in order; folders that are not entered as faults.
+
+    However deep the folders lie; one whose path is too long to be opened is unreadable.
+    """
+    waiting: list[Iterator[os.DirEntry[str] | Fault]] = [_listed(str(root))]
+    while waiting:
+        entry = next(waiting[-1], None)
+        if entry is None:
+            waiting.pop()
+        elif isinstance(entry, Fault):
+            yield entry
+        elif entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS:
             yield Fault(text_of(entry.path), "hidden", True)
         elif entry.is_dir(follow_symlinks=False):
-            if os.path.realpath(entry.path) == out:
+            if out is not None and entry.inode() == out[1] and _identity(entry.path) == out:
                 yield Fault(text_of(entry.path), "output", True)
-                continue
-            yield from _walk(Path(entry.path), out)
+            else:
+                waiting.append(_listed(entry.path))
         elif entry.is_symlink() and os.path.isdir(entry.path):
             yield Fault(text_of(entry.path), "linked_folder", True)
         else:
             yield entry.path
+
+
+def _listed(folder: str) -> Iterator[os.DirEntry[str] | Fault]:
+    """What is in a folder, in the order of names, or why that cannot be said."""
+    try:
+        with os.scandir(folder) as listing:
+            found = sorted(listing, key=lambda entry: os.fsencode(entry.name))
+    except OSError as error:
+        return iter([Fault(text_of(folder), "unreadable", True, error.strerror or str(error))])
+    return iter(found)
 
 
 def require_unchanged(entries: Sequence[Entry]) -> None:

@@ -49,7 +49,7 @@ FAULTS = {
     "unsafe_path": "a member of an archive whose name leads out of it",
     "encrypted": "a member of an archive under a password",
     "nested_archive": "an archive or Parquet file inside an archive; unpack it first",
-    "no_text_column": "a Parquet file without a column of text of that name",
+    "no_text_column": "a Parquet file without a column of text of that name, or with two",
     "too_long": "a line, record or file longer than --max-document-mib",
     "cut_off": "the record in which damaged data ends",
 }

@@ -36,7 +36,9 @@ class Work:
     def open(self, plan: Mapping[str, Any]) -> None:
         """Begin, or go on with what was begun. Raises DataError if that is another task, saying how the two differ."""
         if self._plan.is_file():
-            _require_same(read_json(self._plan), plan, self.out)
+            _require_same(_read_plan(self._plan), plan, self.out)
+        elif self._journal.exists():
+            raise DataError(f"{self._plan}: missing; begin again with --restart")
         else:
             write_json(self._plan, plan)
         for folder in (self.chunks, self.shards):
@@ -82,7 +84,7 @@ class Work:
     def _verify(self, line: Mapping[str, Any]) -> None:
         """A chunk's file is what the journal says. Raises DataError."""
         path = self.chunks / line["file"]
-        if not path.is_file() or _digest(path) != line["digest"]:
+        if not path.is_file() or digest_of(path) != line["digest"]:
             raise DataError(f"{path}: missing or damaged; begin again with --restart")
 
 
@@ -114,12 +116,22 @@ def make_plan(config: PrepareConfig, entries: Sequence[Entry], quality: str) -> 
     return json.loads(json.dumps(plan))
 
 
+def _read_plan(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except JsonError as error:
+        raise DataError(f"{error}; begin again with --restart") from None
+
+
 def _require_same(old: Any, new: Mapping[str, Any], out: Path) -> None:
     if old == new:
         return
     before = old.get("settings", {}) if isinstance(old, dict) else {}
     changed = [name for name, value in new["settings"].items() if before.get(name) != value]
     what = f"--{changed[0].replace('_', '-')}" if changed else "state of the input files"
+    if isinstance(old, dict) and not changed:
+        parts = {"vocabulary": "state of the --tokenizer", "quality_digest": "state of the --quality model"}
+        what = next((said for name, said in parts.items() if old.get(name) != new.get(name)), what)
     what = "version of openk3" if isinstance(old, dict) and old.get("version") != new["version"] else what
     raise DataError(f"{out}: begun with another {what}; put it back to go on, or begin again with --restart")
 
@@ -139,6 +151,7 @@ def _seal(body: str) -> str:
     return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Names what is in a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -22,15 +22,15 @@ from openk3.data.documents import DataError
 from openk3.data.prepare import journal
 from openk3.data.prepare.chunk import EXAMPLES
 from openk3.data.prepare.duplicates import Duplicates, find_duplicates
-from openk3.data.prepare.inputs import Entry, list_inputs, require_unchanged
+from openk3.data.prepare.inputs import Entry, list_inputs, require_outside, require_unchanged
 from openk3.data.prepare.items import Fault, Item, Place
-from openk3.data.prepare.quality import SHIPPED, open_quality
+from openk3.data.prepare.quality import open_quality, quality_file
 from openk3.data.prepare.readers import Reader
 from openk3.data.prepare.report import REPORTS, build_report, write_report
 from openk3.data.prepare.rules import NAMES
 from openk3.data.prepare.shards import plan_shards
 from openk3.data.prepare.workers import make_shard, result_of, sift_chunk, worker_pool
-from openk3.data.shard import INDEX
+from openk3.data.shard import INDEX, vocabulary_digest
 from openk3.inputs.tokenizer import Tokenizer
 from openk3.runtime.run_folder import write_atomic, write_json
 
@@ -57,17 +57,20 @@ def prepare(
     out = Path(os.path.expanduser(config.out))
     entries, faults = list_inputs(config.inputs, str(out))
     plan = journal.make_plan(config, entries, _quality_digest(config.quality))
-    if config.tokenizer:
-        Tokenizer.load(config.tokenizer)  # what is wrong with it is said before the work
+    if config.tokenizer:  # what is wrong with it is said before the work
+        plan["vocabulary"] = vocabulary_digest(Tokenizer.load(config.tokenizer))
     _require_free(out, plan, restart)
-    if restart and out.is_dir():
-        _clear(out)
-    if journal.finished(out) is None:
-        with journal.work_in(out) as work:
-            work.open(plan)
-            report = _Preparation(config, work, entries, faults, progress).run()
-            _deliver(work, plan, report)
-    shutil.rmtree(out / journal.FOLDER, ignore_errors=True)
+    require_outside(config.inputs, out)
+    if restart or journal.finished(out) is None or (out / journal.FOLDER).is_dir():
+        with journal.work_in(out) as work:  # from here on no other process changes the folder
+            if restart:
+                _clear(out)
+            _require_free(out, plan, restart)
+            if journal.finished(out) is None:
+                work.open(plan)
+                report = _Preparation(config, work, entries, faults, progress).run()
+                _deliver(work, plan, report)
+            shutil.rmtree(out / journal.FOLDER, ignore_errors=True)
     return read_json(out / REPORTS[0])
 
 
@@ -88,8 +91,7 @@ def _require_free(out: Path, plan: dict[str, Any], restart: bool) -> None:
 def _quality_digest(name: str) -> str:
     if open_quality(name) is None:
         return ""
-    path = SHIPPED if name == "default" else Path(name).expanduser()
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(quality_file(name).read_bytes(), digest_size=16).hexdigest()
 
 
 class _Preparation:
@@ -173,20 +175,21 @@ class _Preparation:
 
     def _duplicates(self, chunks: Sequence[Path]) -> Duplicates:
         path = self.work.path / "duplicates.safetensors"
-        if not self.work.of("duplicates"):
+        done = self.work.of("duplicates")
+        if not done or not path.is_file() or journal.digest_of(path) != done[-1].get("digest"):
             scratch = self.work.path / "signatures.bin"
             found = find_duplicates(
                 chunks, self.config.similarity, scratch, lambda share: self.progress("duplicates", share, "")
             )
             data = save({"of": found.of, "similarity": found.similarity})
             write_atomic(path, lambda temporary: temporary.write_bytes(data))
-            self.work.add({"kind": "duplicates"})
+            self.work.add({"kind": "duplicates", "digest": journal.digest_of(path)})
         return Duplicates(**load_file(path))
 
     def _write(self, pool: ProcessPoolExecutor, chunks: Sequence[Path], stays: np.ndarray) -> list[dict[str, Any]]:
         most = min(self.config.shard_mib, TOKEN_SHARD_MIB if self.config.tokenizer else self.config.shard_mib) * MIB
         jobs = plan_shards(chunks, stays, most)
-        done = {line["path"]: line["shard"] for line in self.work.of("shard")}
+        done = {line["path"]: line["shard"] for line in self.work.of("shard") if self._is_there(line["path"])}
         todo = deque(job for job in jobs if f"{job.domain}/{job.name}" not in done)
         waiting: deque[Future[dict[str, Any]]] = deque()
         mask = np.packbits(stays)
@@ -201,7 +204,12 @@ class _Preparation:
             done[line["path"]] = line
             written += line["bytes"]
             self.progress("shards", written / total, line["path"])
-        return [done[f"{job.domain}/{job.name}"] for job in jobs]
+        # In the journal's order of names, so that an index does not tell which shards are of an earlier call.
+        return [dict(sorted(done[f"{job.domain}/{job.name}"].items())) for job in jobs]
+
+    def _is_there(self, shard: str) -> bool:
+        """Whether a shard lies where it was made, or where an earlier call has put it."""
+        return any((folder / shard).is_dir() for folder in (self.work.shards, self.work.out))
 
 
 def chunked(reader: Reader, start: Place) -> Iterator[tuple[list[Item | Fault], Place, bool]]:
@@ -234,9 +242,15 @@ def _deliver(work: journal.Work, plan: dict[str, Any], report: dict[str, Any]) -
 
 
 def _clear(out: Path) -> None:
-    """Remove what an earlier preparation wrote, the index first."""
+    """Remove what an earlier preparation wrote, the index first; the work folder stays, for its lock is held."""
     (out / INDEX).unlink(missing_ok=True)
-    for name in (*DOMAINS, journal.FOLDER):
-        shutil.rmtree(out / name, ignore_errors=True)
+    for folder in (out / name for name in DOMAINS):
+        if folder.is_dir():
+            shutil.rmtree(folder)
     for name in REPORTS:
         (out / name).unlink(missing_ok=True)
+    for path in (out / journal.FOLDER).iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

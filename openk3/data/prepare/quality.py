@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,12 @@ def open_quality(name: str) -> Quality | None:
     """The model that --quality names: the shipped one, none, or a file's. Raises DataError."""
     if name == "off":
         return None
-    return Quality.load(SHIPPED if name == "default" else Path(name).expanduser())
+    return Quality.load(quality_file(name))
+
+
+def quality_file(name: str) -> Path:
+    """The file of the model that --quality names."""
+    return SHIPPED if name == "default" else Path(os.path.expanduser(name))
 
 
 def is_english(tokens: Sequence[str]) -> bool:

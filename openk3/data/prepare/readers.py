@@ -12,11 +12,12 @@ from openk3.config.prepare import MIB, PrepareConfig
 from openk3.data.prepare.archives import read_tar, read_zip
 from openk3.data.prepare.inputs import Entry
 from openk3.data.prepare.items import Fault, Item, Place
-from openk3.data.prepare.streams import Damaged, Stream, bounded_lines
+from openk3.data.prepare.streams import BOMB_FLOOR, Damaged, Stream, bounded_lines
 
 Reading = Iterator[tuple[Item | Fault, Place]]
 START = Place()
 ROWS = 64  # of a Parquet file held at once
+ROWS_BYTES = 256 * MIB  # that they may have, if all were the longest that the file can hold
 
 
 class Reader:
@@ -105,22 +106,33 @@ class Reader:
                 first, total = 0, max(file.metadata.num_rows, 1)
                 for group in range(file.num_row_groups):
                     rows = file.metadata.row_group(group).num_rows
+                    self._require_small(file, group, column, entry.size)
                     if first + rows > start.offset:
                         yield from self._rows(file, group, column, first, (entry, start))
                     first += rows
                     self._at(first / total)
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
             raise Damaged("damaged", " ".join(str(error).split())[:200]) from None
+
+    def _require_small(self, file: Any, group: int, column: str, size: int) -> None:
+        """Raise Damaged if a row group says that it holds too much for a file of this size."""
+        most = max(BOMB_FLOOR, self.config.max_ratio * size)
+        if _unpacked_size(file, group, column) > most:
+            raise Damaged("bomb", f"a row group of more than {most:,} bytes in a file of {size:,}")
 
     def _rows(self, file: Any, group: int, column: str, first: int, about: tuple[Entry, Place]) -> Reading:
         entry, start = about
-        row = first
-        for batch in file.iter_batches(batch_size=ROWS, row_groups=[group], columns=[column], use_threads=False):
+        row, grown, most = first, 0, max(BOMB_FLOOR, self.config.max_ratio * entry.size)
+        # A dictionary may repeat one value that is as long as all of it.
+        held = max(1, min(ROWS, ROWS_BYTES // max(_unpacked_size(file, group, column), 1)))
+        for batch in file.iter_batches(batch_size=held, row_groups=[group], columns=[column], use_threads=False):
             values = batch.column(0)
             if pa.types.is_dictionary(values.type):
                 values = values.dictionary_decode()
             for value in values.cast(pa.large_binary()).to_pylist():  # bytes: what is in there may not be UTF-8
-                row += 1
+                row, grown = row + 1, grown + len(value or b"")
+                if grown > most:
+                    raise Damaged("bomb", f"more than {most:,} bytes have come out of one row group")
                 if row > start.offset:
                     where, after = f"{entry.label}:{row}", Place(start.file, 0, row, row)
                     if value is None:
@@ -128,9 +140,16 @@ class Reader:
                     yield text_item(value, where, "", entry.domain, self.limit), after
 
 
+def _unpacked_size(file: Any, group: int, column: str) -> int:
+    """Bytes of a column's pages in a row group, unpacked, as the file declares them."""
+    about = file.metadata.row_group(group)
+    chunks = map(about.column, range(about.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+
+
 def _text_column(schema: Any, name: str) -> str | None:
-    """The column's name if it holds strings or bytes."""
-    if name not in schema.names:
+    """The column's name if there is one of that name and it holds strings or bytes."""
+    if schema.names.count(name) != 1:
         return None
     kind = schema.field(name).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
