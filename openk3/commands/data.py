@@ -116,6 +116,9 @@ def train_quality(flags: DataTrainQuality) -> None:
         raise UserError("--good: name at least one file or folder of good text")
     if flags.out.is_dir():
         raise UserError(f"--out: {flags.out} is a folder; name a file")
+    for given in (*flags.good, *flags.bad):
+        if flags.out.exists() and os.path.realpath(given) == os.path.realpath(flags.out):
+            raise UserError(f"--out: {flags.out} is also a text to train on, and would be written over")
     found = samples(flags.good, flags.bad, flags.text_field, flags.seed)
     model, figures = train(
         tqdm(found, desc="reading", unit=" pieces", disable=not sys.stderr.isatty()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from openk3.commands.data import train_quality
+from openk3.commands.data_flags import DataTrainQuality
+from openk3.commands.errors import UserError
 from openk3.data.documents import DataError
 from openk3.data.prepare.measures import Measures
 from openk3.data.prepare.noise import bad_code, bad_prose
@@ -95,3 +99,31 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
     Quality({"code": Linear(np.zeros(8, np.float32), 0.0)}, {}).save(path)
     with pytest.raises(DataError, match="of this version"):
         Quality.load(path)
+
+
+@pytest.mark.parametrize(
+    ("card", "weight"),
+    [
+        ([1], np.zeros(NUM_FEATURES)),
+        ({"suffixes": 5}, np.zeros(NUM_FEATURES)),
+        ({}, np.zeros((NUM_FEATURES, 2))),
+        ({}, np.full(NUM_FEATURES, np.nan)),
+        ({}, None),
+    ],
+)
+def test_models_that_are_not_as_written_are_named(tmp_path: Path, card: object, weight: np.ndarray | None) -> None:
+    """Before any text is scored, and not in the middle of it."""
+    tensors = {} if weight is None else {"code.weight": weight.astype(np.float16), "code.bias": np.zeros(1, np.float32)}
+    path = tmp_path / "bad.safetensors"
+    save_file(tensors, path, metadata={"format": "openk3 quality 1", "card": json.dumps(card)})
+    with pytest.raises(DataError, match=r"bad\.safetensors"):
+        Quality.load(path)
+
+
+def test_a_text_is_not_written_over_by_the_model(tmp_path: Path) -> None:
+    """--out that is also --good."""
+    path = tmp_path / "good.txt"
+    path.write_text("some text")
+    with pytest.raises(UserError, match="also a text to train on"):
+        train_quality(DataTrainQuality(good=(str(path),), out=path))
+    assert path.read_text() == "some text"

@@ -93,12 +93,16 @@ class Quality:
                 card = json.loads(about["card"])
         except FileNotFoundError:
             raise DataError(f"{path}: no such file; --quality takes 'default', 'off' or a model's file") from None
-        except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError, IndexError, TypeError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: not a quality model, or damaged ({error})") from None
-        if any(len(model.weight) != NUM_FEATURES for model in models.values()):
+        if not models or any(model.weight.shape != (NUM_FEATURES,) for model in models.values()):
             raise DataError(f"{path}: not a quality model of this version; train it again")
+        if not all(np.isfinite(model.weight).all() and math.isfinite(model.bias) for model in models.values()):
+            raise DataError(f"{path}: a damaged quality model: its weights are not all finite; train it again")
+        if not isinstance(card, dict) or not isinstance(card.get("suffixes", []), list):
+            raise DataError(f"{path}: a damaged quality model: its card is not as it was written; train it again")
         return cls(models, card)
 
 
