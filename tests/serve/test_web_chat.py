@@ -393,13 +393,16 @@ def test_tabs_agree(chat: Chat) -> None:
 
 def test_dark_mode_follows_the_system_until_it_is_switched(server: Live, browser: Any) -> None:
     """And the switch is kept."""
+    from playwright.sync_api import expect
+
     chat = Chat(server, browser, color_scheme="dark").open()
     ground = "() => getComputedStyle(document.body.parentElement).backgroundColor"
     dark = chat.page.evaluate(ground)
     assert chat.page.get_attribute("#theme", "aria-pressed") == "true"
     chat.page.emulate_media(color_scheme="light")
+    expect(chat.page.locator("#theme")).to_have_attribute("aria-pressed", "false")
     light = chat.page.evaluate(ground)
-    assert light == "rgb(255, 255, 255)" != dark and chat.page.get_attribute("#theme", "aria-pressed") == "false"
+    assert light == "rgb(255, 255, 255)" != dark
     chat.page.click("#theme")
     assert chat.page.evaluate(ground) == dark
     chat.open()
